@@ -679,13 +679,16 @@ class CoordinatorProtocol:
         self._give_up_lost()
 
     def _name_silent(self, now: float) -> None:
-        """Say who is silent, and which of them a signal has stopped on rank 0's own host, as Ctrl-Z does."""
+        """Say who is silent, and which of them a signal has stopped."""
         line, silent = self._silence.look(self._watch.heard(), self.run, now), self._silence.named
         if line is not None:
-            infos = [self.roll_call.info(rank) for rank in silent]
-            here = [info.pid for info in infos if info.host_id == self.roll_call.rank_0.host_id]
-            stopped = filter(None, map(self._stopped, here))
-            self._watch.send_to_all(messages.Line("; ".join([line, *stopped])), without=silent)
+            self._watch.send_to_all(messages.Line("; ".join([line, *self._silent_and_stopped().values()])), silent)
+
+    def _silent_and_stopped(self) -> dict[int, str]:
+        """Say of silent ranks on rank 0's own host which signal has stopped them, as Ctrl-Z does."""
+        infos = [self.roll_call.info(rank) for rank in self._silence.named if rank in self.roll_call.members]
+        here = [info for info in infos if info.host_id == self.roll_call.rank_0.host_id]
+        return {info.rank: stopped for info in here if (stopped := self._stopped(info.pid))}
 
     # -- observers ---------------------------------------------------------------------------------------------
 
@@ -718,6 +721,7 @@ class CoordinatorProtocol:
             "ranks": self.roll_call.roster(),
             "progress": self._watch.health.progress(now) if self.roll_call.works else None,
             "waiting": self._watch.waiting_line(now),
+            "stopped": [f"rank {rank} is silent: {how}" for rank, how in self._silent_and_stopped().items()],
             "lost": self.recovery.said_of(self.roll_call.left_out),
             "failure": asdict(self.failure) if self.failure is not None else None,
             "ended": None,

@@ -142,7 +142,7 @@ class StopSignals:
 
     def _stop_program(self, number: int, again: str, now: float) -> Stopped | None:
         """Let the program handle a signal that asks it to stop; the second one ends the rank."""
-        if not self.passed_on:
+        if not (self.passed_on or self.asked):
             self.passed_on, self._passed_on_at = number, now
             if number == signal.SIGINT and self._spec.world_size > 1:
                 self._unreached = Unreached()

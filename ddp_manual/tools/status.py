@@ -144,7 +144,8 @@ def text(seen: Mapping[str, Any]) -> str:
     if left := [now["seconds_left"] for now in progress if now["seconds_left"] is not None]:
         lines.append(f"left: about {duration(max(left))}")
     lines += ["", *roster(seen["ranks"], progress)]
-    lines += [f"\n{wrapped(seen[said], width)}" for said in ("waiting", "lost") if seen.get(said)]
+    said = [*seen.get("stopped", ()), *filter(None, (seen.get("waiting"), seen.get("lost")))]
+    lines += [f"\n{wrapped(line, width)}" for line in said]
     if seen["missing"] and not seen.get("lost"):
         lines += _with_command("missing: {}; to start one:", seen["missing"], run["command"])
     if seen.get("left_out"):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tests.simulation.rank import Rank
     from tests.simulation.run import Run
 
+# Seconds that our training takes after it has left, as to close its trackers.
+UPLOADS = 0.4
 LOADING, WAITING, AT_WORK, LEFT = "loading", "waiting", "at work", "left"
 
 
@@ -221,7 +223,7 @@ class Program:
             case from_agent.Over():
                 self._may_go = True
                 if self._is_on_its_way_out:
-                    self.later(0.01, partial(self.die, 0))
+                    self._end()
             case from_agent.BeQuiet():
                 self.later(0.001, lambda: self.send(from_worker.IsQuiet()))
             case from_agent.BeforeTheEnd():
@@ -339,10 +341,14 @@ class Program:
         self._is_on_its_way_out = True
         self.send(from_worker.Left())
         if not self.rank.is_script:
+            self.send(from_worker.TakesSignals())
             stopped = self._stopped_with
             self.send(from_worker.Result({}, LastWords.of(stopped) if stopped else None))
         if self._may_go or self.rank.number:
-            self.later(0.01, partial(self.die, 0))
+            self._end()
+
+    def _end(self) -> None:
+        self.later(0.01 if self.rank.is_script else UPLOADS, partial(self.die, 0))
 
     def collective_breaks(self) -> None:
         if self.interrupted:

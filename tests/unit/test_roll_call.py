@@ -225,6 +225,7 @@ class Rank0:
 
     def __init__(self) -> None:
         outside: Any = mock.MagicMock()
+        self.stopped = outside.stopped
         self.decides = CoordinatorProtocol(
             *(RUN, info(0, "a"), Seal(None), "rank 0's", WITHIN, Recovery(0, ""), 0.0),
             own_addresses=[],
@@ -263,6 +264,15 @@ def test_only_rank_0s_own_agent_can_be_rank_0() -> None:
     rank_0 = Rank0()
     assert told(rank_0.hello(info(0, "b")))[1]["identifier"] == "rank-taken"
     assert told(rank_0.hello(info(0, "a"), "rank 0's"))[0] is Welcome
+
+
+def test_status_says_of_a_silent_rank_beside_rank_0_that_a_signal_has_stopped_it() -> None:
+    rank_0 = Rank0()
+    rank_0.stopped.side_effect = "SIGTSTP has stopped the agent of {}".format
+    for silent in (info(1, "b", pid=7), info(2, "a", pid=8)):
+        rank_0.hello(silent)
+    rank_0.decides._silence.look({0: 12.0, 1: 0.0, 2: 0.0}, replace(RUN, peer_timeout=60.0), 12.0)
+    assert rank_0.decides.describe(12.0)["stopped"] == ["rank 2 is silent: SIGTSTP has stopped the agent of 8"]
 
 
 def test_an_observer_that_asks_again_before_it_is_answered_ends_its_connection() -> None:
