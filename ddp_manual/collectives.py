@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ddp_manual.wire import printable
 
-# At 5,000 collectives per second a rank writes this many in 1.6 s, and its agent reads every 0.1 s.
+# At 5,000 collectives per second a rank writes this many in 1.6 s, and its agent reads every 0.25 s.
 SLOTS = 8192
 _COUNT = struct.Struct("<Q")
 _HEADER = 64

@@ -45,7 +45,7 @@ from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import SAVE_WITHIN, AgentProtocol, Answered
 from ddp_manual.world_options import WorldSpec
 
-TICK = 0.2
+TICK = 0.25
 # Seconds in which the other ranks read what was sent to them last.
 LAST_WORD_WITHIN = 1.5
 # Seconds in which the ranks stop in order once their launcher is gone.

@@ -35,7 +35,6 @@ from ddp_manual.rank_output import RankOutput
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import checkpoint_files
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.training.own_code import check_module, is_own_factory
 from ddp_manual.world_options import WorldSpec
 from ddp_manual.wrapping import whole
 
@@ -86,9 +85,6 @@ def prepared(job: Job, hosts: Hosts) -> Job:
     else:
         assert job.config is not None and job.run_dir is not None
         check_torch_is_installed()
-        for option in ("model", "dataset"):
-            if is_own_factory(value := getattr(job.config, option)):
-                check_module(option, value)
         job = dataclasses.replace(job, config=job.config.in_folder(job.run_dir))
         assert job.config is not None
         by_hand.check_options(dataclasses.replace(job.spec, world_size=hosts.world_size), job.config)

@@ -280,9 +280,6 @@ class AgentProtocol:
         if verdict.judged:
             is_of_this_rank = ours and not isinstance(error, (CollectiveMismatch, PeerStalled))
             was_silent = is_of_this_rank and "has been silent" in error.what
-            if was_silent and isinstance(self.state, states.Closing):  # its work is done, and nobody waits for it
-                self.enter(states.Alone())
-                return
             if is_of_this_rank and self._shell.worker.status is None:
                 keeps_seat = self.run is not None and self.run.on_loss != LEAVE
                 others = "its seat is kept" if keeps_seat else "the others have not waited for it"
@@ -661,12 +658,15 @@ class AgentProtocol:
         if passed > self.run.peer_timeout:  # this process was stopped, perhaps with its whole host
             self._heard = now
         if now >= self._next_beat:
-            self._next_beat = now + heartbeat_period(self.run)
+            self._next_beat = max(self._next_beat + heartbeat_period(self.run), now)
             self._send_beat()
             line = self._silence.look({0: self._heard}, self.run, now) if passed < 1 else None
             if line is not None:
                 self._shell.log(line)
         if now - self._heard > silent_after(self.run) and passed < 1:
+            if isinstance(self.state, states.Closing):  # its work is done, and it needs nobody any more
+                self.enter(states.Alone())
+                return
             what = f"has been silent for {now - self._heard:.0f} s"
             why = "its agent is stopped or frozen, its host is down, or the network between the hosts is cut"
             lost = causes_of_loss.rank_0_lost(self.run, self._shell.worker.beat, what, why)

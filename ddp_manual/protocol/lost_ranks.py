@@ -229,7 +229,9 @@ class Watch:
             self.health.leave(rank)
             if rank in self._peers:
                 self._peers[rank].left = True
-                self._peers[rank].connection.send(messages.RunEnds(verdict))
+                # One that was frozen, or cut off, leaves in order too once it hears again.
+                told = messages.Rank0Leaves() if loss.kind is SILENT else messages.RunEnds(verdict)
+                self._peers[rank].connection.send(told)
         elif loss.kind is AWAITED or run.on_loss == LEAVE:
             self.end_the_run(verdict, loss.spared)
         elif self._closing or self.health.has_finished(and_left=True):

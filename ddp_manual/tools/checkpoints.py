@@ -10,6 +10,7 @@ from typing import Any
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing
 from ddp_manual.terminal import byte_size, columns, stdout_width
 from ddp_manual.training.checkpoint_files import best, check, find, folder_of
+from ddp_manual.wrapping import wrapped
 
 
 def list_checkpoints(path: Path) -> list[dict[str, Any]]:
@@ -54,7 +55,7 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
 
 
 def text(found: Sequence[Mapping[str, Any]]) -> str:
-    """Format what ``list_checkpoints`` returns: a line for each checkpoint, then what is wrong with the damaged."""
+    """Format what ``list_checkpoints`` returns: the folder, a line for each checkpoint, then what is wrong with any."""
     rows = [["step", "epochs", "test accuracy", "size", "written", "verdict", "file"]]
     for one in found:
         epochs, accuracy, size, written = (one[name] for name in ("epochs", "test_accuracy", "bytes", "written"))
@@ -66,8 +67,11 @@ def text(found: Sequence[Mapping[str, Any]]) -> str:
                 "-" if size is None else byte_size(size),
                 "-" if written is None else f"{datetime.fromtimestamp(written):%Y-%m-%d %H:%M:%S}",
                 ", ".join([one["state"], *one["marks"]]),
-                one["path"],
+                Path(one["path"]).name,
             ]
         )
-    damaged = [f"{one['path']}: {one['verdict']}" for one in found if one["state"] != "ok"]
-    return "\n".join([*columns(rows, width=stdout_width(), least_first=("written", "size", "epochs")), *damaged])
+    width = stdout_width()
+    table = columns(rows, width=width, least_first=("size", "epochs", "written"))
+    damaged = [(Path(one["path"]).name, one["verdict"]) for one in found if one["state"] != "ok"]
+    faults = [wrapped(f"{name}: {verdict}", width) for name, verdict in damaged]
+    return "\n".join([f"in {Path(found[0]['path']).parent}:", *table, *faults])

@@ -14,6 +14,7 @@ from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import columns, stdout_width
 from ddp_manual.tools.recorded_run import End, read_end, read_run
 from ddp_manual.wire import printable
+from ddp_manual.wrapping import labelled
 
 # What no file of a start that failed says.
 UNKNOWN = {**dict.fromkeys(("model", "dataset", "world_size", "epochs", "test_accuracy")), "epochs_done": 0}
@@ -83,8 +84,8 @@ def text(found: Sequence[Mapping[str, Any]]) -> str:
                 "-" if run["ended"] is None else f"{datetime.fromtimestamp(run['ended']):%Y-%m-%d %H:%M}",
             ]
         )
-    head, *lines = columns(rows, width=stdout_width(), least_first=("epochs", "ranks", "ended"))
-    whys = ([f"    {why}"] if (why := _why(run)) else [] for run in found)
+    head, *lines = columns(rows, width=(width := stdout_width()), least_first=("epochs", "ranks", "ended"))
+    whys = ([labelled("    ", why, width)] if (why := _why(run)) else [] for run in found)
     return "\n".join([head, *(line for pair in zip(lines, whys, strict=True) for line in (pair[0], *pair[1]))])
 
 

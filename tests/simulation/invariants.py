@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ddp_manual.errors import PeerLost, TrainingFailed
 from ddp_manual.protocol import states
 from ddp_manual.signals import ONCE_WITHIN
-from tests.simulation.plan import FOR_EVER, RECOVERABLE, Fault
+from tests.simulation.plan import FOR_EVER, RECOVERABLE, SILENT, Fault
 from tests.simulation.rank import Rank
 from tests.simulation.run import Run
 from tests.simulation.worker import LEFT
@@ -155,9 +155,10 @@ def check_what_is_held(run: Run, rank: Rank) -> None:
 
 
 def check_ways_out(run: Run) -> None:
-    """Check that nobody fails for another's way out, once all have done their work, nor leaves late. In a run that
-    keeps no seats any end of a worker ends all."""
-    struck = set[int]().union(*(affected(run, fault) for _, fault in run.struck if fault.kind not in HARMLESS))
+    """Check that nobody fails for another's way out, once all have done their work, nor for silence, nor leaves late. In a
+    run that keeps no seats any end of a worker ends all."""
+    harmless = {*HARMLESS, *SILENT} - {"stop"}
+    struck = set[int]().union(*(affected(run, fault) for _, fault in run.struck if fault.kind not in harmless))
     for rank in run.ranks:
         program = rank.program
         if rank.number in struck or not rank.belongs or rank.killed or rank.signals or rank.ended is None:

@@ -123,10 +123,10 @@ ENDS = {signal.SIGKILL: (137, 14), None: (0, 0)}
 
 @pytest.mark.parametrize("number", ENDS)
 def test_status_follows_the_training_until_the_run_ends_and_says_how(
-    start: Start, port: int, small_data: Path, number: signal.Signals | None
+    start: Start, port: int, small_data: Path, tmp_path: Path, number: signal.Signals | None
 ) -> None:
     training = [*SHORT, "--data_dir", small_data, *LONGER, 1000 if number else 8, "--log_every", 20]
-    launcher = start(*COMMAND, "launch", "--nproc", 2, "--master_port", port, "--", *training, **TOKEN)
+    launcher = start(*COMMAND, "launch", "--nproc", 2, "--master_port", port, "--", *training, cwd=tmp_path, **TOKEN)
     launcher.wait_for("step 20/")
     watching = look(start, port, "--watch", "--json", **TOKEN)
     wait_until(lambda: watching.out.count("\n") > 2)
