@@ -275,18 +275,6 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value)
 
 
-def end_children() -> None:
-    """Kill all processes below this one, within 1 s: one that waits in the kernel for a device may end later."""
-    import psutil
-
-    deadline = time.monotonic() + 1
-    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=0.1)
-
-
 def process_stat(pid: int) -> list[str]:
     """Return the fields of /proc/<pid>/stat from the state on, see proc(5); [] if there is no such process."""
     try:

@@ -63,7 +63,7 @@ def serve() -> int:
         signals.leave_signals_to_the_agent()
         while (ended := os.wait())[0] != child:
             pass  # an adopted process
-        signals.end_children()
+        left_behind.end_all()
         code = os.waitstatus_to_exitcode(ended[1])
         return code if code >= 0 else 128 - code
     signals.die_with_parent(own)

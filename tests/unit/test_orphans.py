@@ -80,6 +80,9 @@ def test_what_a_worker_leaves_is_ended_where_other_processes_are_hidden() -> Non
         process.wait()
         asyncio.run(children.end())
         assert gone(pids) and len(children.ended) == 2, children.ended
+        more = subprocess.Popen(["sleep", "100"])
+        left_behind.end_all()
+        assert gone([more.pid])
         """,
         *("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", HIDDEN, "sh"),
     )
