@@ -106,6 +106,7 @@ class Reporter:
         self._agent_spoke = threading.Event()
         self._ending = False
         self._sent_beat: Beat | None = None
+        self._next_beat = 0.0
         self.send(first)
         self._thread = threading.Thread(target=self._run, name="ddp_manual reporter", daemon=True)
         self._thread.start()
@@ -176,7 +177,6 @@ class Reporter:
         self._channel.close()
 
     def _run(self) -> None:
-        next_beat = 0.0
         spoken_to = select.poll()  # which has no descriptor that the program could close
         spoken_to.register(self._channel, select.POLLIN)
         while True:
@@ -188,20 +188,24 @@ class Reporter:
                     data = b""
                 except OSError:  # the program has closed descriptors that are not its own
                     return
-            with suppress(OSError, ValueError):  # one that was not sent is no reason to send none any more
-                for message in self._reader.feed(data or b""):
-                    self._take(message)
-                if self._ending and not (self.progress.saving or self.unwinding or writes_a_file()):
-                    self._ending = False
-                    self.send(from_worker.MayEnd())
-                now = time.monotonic()
-                if now >= next_beat:
-                    next_beat = now + LOOK_EVERY
-                    self.send_beat()
             if data == b"":
                 break
+            for message in self._reader.feed(data or b""):
+                with suppress(Exception):  # others follow, and this thread ends the process if the agent is gone
+                    self._take(message)
+            with suppress(Exception):
+                self._look()
         if not self.over:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _look(self) -> None:
+        """Say what only time brings."""
+        if self._ending and not (self.progress.saving or self.unwinding or writes_a_file()):
+            self._ending = False
+            self.send(from_worker.MayEnd())
+        if (now := time.monotonic()) >= self._next_beat:
+            self._next_beat = now + LOOK_EVERY
+            self.send_beat()
 
     def _take(self, message: from_agent.FromAgent) -> None:
         self._said[type(message)] = message

@@ -30,6 +30,21 @@ def test_the_first_message_comes_before_any_heartbeat() -> None:
     agents.close()
 
 
+def test_a_heartbeat_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where torch raises: the thread also ends this process once the agent is gone."""
+    fails = iter([True])
+    monkeypatch.setattr(reporter_module, "open_groups", lambda: OpenGroups({}, {}, 1 / 0 if next(fails, 0) else False))
+    channel, agents = socket.socketpair()
+    agents.settimeout(10)
+    reporter = Reporter(channel, from_worker.Born(1))
+    reader, said = LineReader(from_worker.read), []
+    while len(said) < 2:
+        said += reader.feed(agents.recv(1 << 16))
+    assert type(said[1]) is from_worker.Doing
+    reporter.close()
+    agents.close()
+
+
 @pytest.mark.parametrize(
     ("unfinished", "syncs", "nccl", "inside"),
     [
