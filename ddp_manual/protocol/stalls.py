@@ -53,8 +53,6 @@ def find_stall(
     long = [rank for rank, known in active.items() if now - known.changed > seconds[rank]]
     inside = {rank: now - since(known.inside_since, now) for rank, known in active.items()}
     waiting = [rank for rank in active if inside[rank] > seconds[rank]]
-    if waiting:  # others, whose heartbeats came later, wait for as long
-        waiting = [rank for rank in active if inside[rank] > max(0.0, seconds[rank] - late)]
     return_at_once = any(known.beat.return_at_once for known in active.values())
     if return_at_once and len(long) == len(active) and not waiting:
         # No rank makes progress. A rank that has begun more collectives than another waits for it.
@@ -75,6 +73,10 @@ def find_stall(
     if set(behind) >= set(waiting):  # as with NCCL, where the program waits on a line of its own
         usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]
         behind = [rank for rank, known in active.items() if known.beat.place != usual]
-    waiting = [rank for rank in waiting if rank not in behind] if behind else list(active)
+    if behind:  # others, whose heartbeats came later, wait for as long
+        nearly = [rank for rank in active if inside[rank] > max(0.0, seconds[rank] - late)]
+        waiting = [rank for rank in active if rank in (*waiting, *nearly) and rank not in behind]
+    else:
+        waiting = list(active)
     waited = max(now - active[rank].changed for rank in waiting or behind)
     return Stall(waiting, behind, waited, [] if behind else fewer, may_wait)

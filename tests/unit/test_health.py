@@ -83,10 +83,13 @@ def test_a_rank_that_works_while_the_others_wait_for_it_is_behind_too() -> None:
     assert (stall.waiting, stall.behind) == ([0], [1])
 
 
-def test_all_ranks_wait_whose_heartbeats_said_so_within_one_period() -> None:
+@pytest.mark.parametrize(
+    "last", [[], [(2, 1.0, waits(7))]], ids=["is in its own code", "is inside torch a moment later"]
+)
+def test_all_ranks_wait_whose_heartbeats_said_so_within_one_period(last: list[tuple[int, float, Beat]]) -> None:
     health = health_of(training(7, 7), training(7, 7), training(7, 7))
-    for rank, second in ((1, 0.5), (0, 0.9)):
-        health.hear(rank, waits(8), second)
+    for rank, second, beat in ((1, 0.5, waits(8)), (0, 0.9, waits(8)), *last):
+        health.hear(rank, beat, second)
     stall = health.find_stall(300.6)
     assert stall is not None
     assert (stall.waiting, stall.behind) == ([0, 1], [2])
