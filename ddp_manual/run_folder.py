@@ -210,9 +210,14 @@ class RunPaths:
         for failure in self.failures():
             of = failure.stem.removeprefix("failure-rank")
             if of == str(rank) or (world_size is not None and of.isdigit() and int(of) >= world_size):
-                names = (failure.with_name(f"{failure.stem}.restart{number}.json") for number in itertools.count())
                 with suppress(OSError):  # of another user, or on a disk that this rank may only read
-                    os.replace(failure, next(name for name in names if not name.exists()))
+                    os.replace(failure, self.of_another_attempt(failure))
+
+    @staticmethod
+    def of_another_attempt(failure: Path) -> Path:
+        """Return a free name for a failure that is not the run's end: the run has gone on since, or did not yet."""
+        names = (failure.with_name(f"{failure.stem}.restart{number}.json") for number in itertools.count())
+        return next(name for name in names if not name.exists())
 
     def check(self, *, resuming: bool) -> None:
         """Raise what ``create`` would raise; makes no folder: launches on several hosts may check the same."""

@@ -20,7 +20,7 @@ from ddp_manual.messages import (
     named_from_outside,
     resume_flags,
 )
-from ddp_manual.run_folder import RunPaths, holder_of, write_json
+from ddp_manual.run_folder import RunPaths, holder_of, holds_another_run, write_json
 from ddp_manual.terminal import result_line
 from ddp_manual.wrapping import whole
 
@@ -118,7 +118,8 @@ def how_it_ended(error: DdpManualError | None, result: Any) -> dict[str, Any]:
 
 
 def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run: RunInfo) -> None:
-    """Write why a rank has left into the run's folder, if that takes it, and no other run trains into it.
+    """Write why a rank has left into the run's folder, if that takes it, and no other run trains into it. If this one
+    was not resumed yet, that is no end of it.
 
     Args:
         pid: of the worker.
@@ -129,8 +130,12 @@ def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run:
         return
     with suppress(DdpManualError, OSError):
         paths.run_dir.mkdir(parents=True, exist_ok=True)
-        paths.set_failures_aside(rank)
-        write_json(paths.failure(rank), {**asdict(LastWords.of(error)), **about})
+        failure = paths.failure(rank)
+        if holds_another_run(run_dir, run.run_id):
+            failure = paths.of_another_attempt(failure)
+        else:
+            paths.set_failures_aside(rank)
+        write_json(failure, {**asdict(LastWords.of(error)), **about})
 
 
 def add_own_command(error: DdpManualError, go_on: str | None, run_dir: str | None, world_size: int) -> None:

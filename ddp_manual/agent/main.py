@@ -30,7 +30,6 @@ from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import TERM_GRACE, Worker
 from ddp_manual.deadline import wait_until
 from ddp_manual.errors import (
-    CheckpointMismatch,
     DdpManualError,
     PeerGone,
     RanksDoNotBelongTogether,
@@ -430,8 +429,6 @@ class Agent:
                 self.log(f"{self.task.name} is ending: {error.what}")
         await silenced
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not isinstance(last, states.Placed)
-        # A resume that is refused changes nothing of the run that is in the folder.
-        in_folder = in_folder and CheckpointMismatch.identifier not in causes
         run, run_dir = self.protocol.run, self.protocol.run_dir
         if run and run_dir and self.protocol.is_own_folder and not never_a_rank and in_folder:
             leave_failure(run_dir, self.spec.rank, self.worker.pid, error, run)

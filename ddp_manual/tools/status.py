@@ -139,7 +139,7 @@ def text(seen: Mapping[str, Any]) -> str:
     lines = [wrapped(header, width)]
     if run["run_dir"]:
         lines.append(f"files: {run['run_dir']}")
-    if rate := sum(now["samples_per_second"] for now in progress):
+    if rate := sum(now["samples_per_second"] for now in progress if now["silent_seconds"] < SILENT_FOR):
         lines.append(f"speed: {rate:,.0f} samples/s, of all ranks together")
     if left := [now["seconds_left"] for now in progress if now["seconds_left"] is not None]:
         lines.append(f"left: about {duration(max(left))}")
@@ -150,7 +150,7 @@ def text(seen: Mapping[str, Any]) -> str:
         lines += _with_command("missing: {}; to start one:", seen["missing"], run["command"])
     if seen.get("left_out"):
         lines += _with_command("going on without: {}; to bring one back:", seen["left_out"], run["command"])
-    before = [*seen["refused"], *seen["gone"]] if not seen["complete"] else []
+    before = [*seen["refused"], *seen["gone"]] if not seen["complete"] or seen.get("left_out") else []
     if notes := [*before, *seen["warnings"]]:
         lines += ["", *notes]
     if "stacks" in seen and not progress:
@@ -185,14 +185,15 @@ def roster(ranks: Sequence[Mapping[str, Any]], progress: Sequence[Mapping[str, A
         row = [str(line["rank"]), line["host"], str(line["pid"]), device, line["address"], since]
         if progress:
             now = progress[line["rank"]]
-            rate = f"{now['samples_per_second']:,.0f}" if now["samples_per_second"] else "-"
+            is_silent = now["silent_seconds"] >= SILENT_FOR
+            rate = f"{now['samples_per_second']:,.0f}" if now["samples_per_second"] and not is_silent else "-"
             # A script does not say them unless it calls world.progress.
             counted = (now["epoch"], f"{now['step']}/{now['steps']}" if now["steps"] else now["step"])
             steps = [str(count) if now["step"] or now["epoch"] else "-" for count in counted]
             loss = "-" if now["loss"] is None else f"{now['loss']:.4g}"
             waits = f", waits for {now['waits_seconds']:.0f} s" if now["waits_seconds"] >= WAITS_FOR else ""
-            does = now["phase"] if now["silent_seconds"] < SILENT_FOR else f"silent, was {now['phase']}"
-            row += [does + waits + " (slow)" * now["slow"], *steps, loss, rate]
+            does = f"silent, was {now['phase']}" if is_silent else now["phase"] + waits + " (slow)" * now["slow"]
+            row += [does, *steps, loss, rate]
             row += [f"{now['silent_seconds']:.0f} s ago", now["place"] or "-"]
         elif progress is not None:
             row.append("ready" if line["device"] else "loading torch")

@@ -155,8 +155,8 @@ def check_what_is_held(run: Run, rank: Rank) -> None:
 
 
 def check_ways_out(run: Run) -> None:
-    """Check that nobody fails for another's way out, once all have done their work, nor for silence, nor leaves late. In a
-    run that keeps no seats any end of a worker ends all."""
+    """Check that nobody fails for another's way out or for silence, once all have done their work, nor leaves late. In
+    a run that keeps no seats any end of a worker ends all."""
     harmless = {*HARMLESS, *SILENT} - {"stop"}
     struck = set[int]().union(*(affected(run, fault) for _, fault in run.struck if fault.kind not in harmless))
     for rank in run.ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ddp_manual import TrainConfig, WorldSpec, cli, errors
+from ddp_manual.agent.end_of_rank import leave_failure
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.engine import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
@@ -21,7 +24,9 @@ from ddp_manual.messages import RankInfo
 from ddp_manual.protocol.causes_of_loss import error_for, lost_rank
 from ddp_manual.rank_output import RankOutput, copy
 from ddp_manual.run_folder import RunPaths, own_run_dir
+from ddp_manual.tools.recorded_run import read_end
 from ddp_manual.training import checkpoint_files
+from tests.runs import RUN
 
 
 def failed(code: int, kind: type[DdpManualError] = PeerLost) -> DdpManualError:
@@ -90,6 +95,15 @@ def test_a_failure_that_is_set_aside_takes_the_first_number_that_is_free(tmp_pat
         assert paths.failures() == []
     aside = {f"failure-rank{rank}.restart{number}.json" for rank in range(3) for number in (0, 1)}
     assert {path.name for path in tmp_path.iterdir()} == aside
+
+
+def test_a_resume_that_is_refused_leaves_the_end_of_the_run_as_it_was(tmp_path: Path) -> None:
+    paths, refused = RunPaths(tmp_path), errors.BadOption("--batch_size 9 is too large", why="-", next="-")
+    paths.config.write_text(json.dumps({"run": {"run_id": RUN.run_id}}))
+    leave_failure(str(tmp_path), 0, 1, Stopped(2), RUN)
+    leave_failure(str(tmp_path), 0, 1, refused, replace(RUN, run_id="the next one's"))
+    assert read_end(paths).state == "stopped"
+    assert json.loads((tmp_path / "failure-rank0.restart0.json").read_text())["identifier"] == refused.identifier
 
 
 @pytest.mark.parametrize(
