@@ -63,7 +63,7 @@ def hint(spec: WorldSpec, *, of_any_size: bool = False) -> str:
             there = {"master_addr": one.address, "master_port": one.port}
             flags = as_flags({name: value for name, value in there.items() if value != getattr(spec, name)})
             where = at(printable(one.address), one.port)
-            return f"a rank 0 of yours waits on this host at {where}; to reach it, add {flags} before any script"
+            return f"a rank 0 of yours waits on this host at {where}; add {flags} to reach it"
     return ""
 
 

@@ -247,7 +247,7 @@ def test_a_rank_that_looks_elsewhere_is_told_of_a_rank_0_of_its_user_that_waits_
     waits = OwnRank0(os.getpid(), machine.host_id(), "127.0.0.1", 29601, 2, "0af3")
     waits.announce()
     replace(waits, pid=2**22 + 1).announce()  # which has died
-    told = "a rank 0 of yours waits on this host at 127.0.0.1:29601; to reach it, add --master_port 29601 before any script"
+    told = "a rank 0 of yours waits on this host at 127.0.0.1:29601; add --master_port 29601 to reach it"
     assert hint(spec) == told
     assert hint(replace(spec, master_port=29601)) == hint(replace(spec, world_size=3)) == ""
     search = Search(spec, "rank 1", "h", "train --rank 0", hint=partial(hint, spec))

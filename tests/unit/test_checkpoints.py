@@ -177,7 +177,8 @@ def test_the_list_has_step_accuracy_size_verdict_and_marks(tmp_path: Path, capsy
     checkpoint_files.write(folder, 20, b"twenty", {"epochs": 1.5, "test_accuracy": None})
     checkpoint_files.write(folder, 30, b"thirty", {**about, "epochs": 2.0}).write_bytes(b"thirsty")
     assert cli.run(["checkpoints", str(tmp_path)]) == 0
-    _, *rows, damaged = capsys.readouterr().out.splitlines()
+    folder_line, _, *rows, damaged = capsys.readouterr().out.splitlines()
+    assert folder_line == f"in {folder}:"
     assert [row.split()[0] for row in rows] == ["30", "20", "10"]
     assert "corrupt" in rows[0] and "ok, newest" in rows[1] and "98.76%" in rows[2] and "ok, best" in rows[2]
     assert "3 MB" in rows[2] and "it has 7 bytes instead of 6" in damaged

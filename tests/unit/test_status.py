@@ -21,7 +21,8 @@ def test_a_column_that_is_empty_for_all_is_left_out_and_torch_has_the_same_name_
     assert "loss" in said[0].split() and "step" in said[0].split() and " 0.25 " in said[1]
     counted = roster(ranks, [{**BUSY, "loss": None, "step": 3, "steps": 60}, {**BUSY, "loss": None}])
     assert " 3/60 " in counted[1]
-    stopped = roster(ranks, [{**BUSY, "loss": None}, {**BUSY, "loss": None, "silent_seconds": 12.0, "waits_seconds": 40.0}])
+    waited = {**BUSY, "loss": None, "silent_seconds": 12.0, "waits_seconds": 40.0}
+    stopped = roster(ranks, [{**BUSY, "loss": None}, waited])
     assert " silent, was running  12 s ago" in stopped[2] and "silent" not in stopped[1]
 
 
