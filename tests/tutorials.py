@@ -71,7 +71,7 @@ def type_in(folder: Path, number: int, *, timeout: float = 240, **env: str) -> l
         for _, process in running:
             if process.poll() is None:
                 os.killpg(process.pid, 9)
-                process.wait()
+            process.communicate()
     return said
 
 

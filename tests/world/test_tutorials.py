@@ -15,7 +15,7 @@ import torch
 
 from ddp_manual import TrainConfig
 from tests import tracked, tutorials
-from tests.conftest import ALL_DIGITS, REPOSITORY, clean_environment, first_of_each_class
+from tests.conftest import ALL_DIGITS, REPOSITORY, clean_environment, first_of_each_class, free_port
 
 
 @pytest.mark.soak(only=True)
@@ -127,7 +127,8 @@ def test_4_a_minimal_torchrun_script(tmp_path: Path, digits: Path, cifar10: Path
 
 @pytest.mark.soak
 def test_5_ranks_by_hand(tmp_path: Path, digits: Path, cifar10: Path) -> None:
-    rank_0, rank_1, recipe = tutorials.type_in(tutorials.workspace(tmp_path, digits, cifar10), 5, OMP_NUM_THREADS="1")
+    folder, where = tutorials.workspace(tmp_path, digits, cifar10), {"MASTER_PORT": str(free_port())}
+    rank_0, rank_1, recipe = tutorials.type_in(folder, 5, OMP_NUM_THREADS="1", **where)
     assert "[rank 0] process group ready" in rank_0 and "[rank 1] process group ready" in rank_1
     accuracies = []
     for said in (rank_0, recipe):
