@@ -83,7 +83,7 @@ class Health:
         known.heard = now
         if beat is None:
             return
-        if known.finished:  # its process groups may be closed by now
+        if known.finished or not beat.collectives:  # its process groups may be closed by now
             beat = replace(beat, collectives={**known.beat.collectives, **beat.collectives})
         if beat.steps != known.beat.steps or not 0 < known.beat.step <= beat.step:  # as in another epoch
             known.counts_since = (beat.step, now) if beat.steps else None
