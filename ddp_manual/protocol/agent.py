@@ -283,7 +283,7 @@ class AgentProtocol:
             if is_of_this_rank and self._shell.worker.status is None:
                 keeps_seat = self.run is not None and self.run.on_loss != LEAVE
                 others = "its seat is kept" if keeps_seat else "the others have not waited for it"
-                error.why = f"that is this rank; {others}\n{error.why}"
+                error.why = f"this is rank {self._spec.rank}; {others}\n{error.why}"
             stopped = max(self._paused, self._now - self._ticked)
             if was_silent and stopped >= A_PAUSE:
                 error.why = (

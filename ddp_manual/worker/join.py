@@ -21,7 +21,7 @@ from typing import Any
 
 from ddp_manual import signals, terminal
 from ddp_manual.environment import command_line, torchrun, user_variables
-from ddp_manual.errors import BadOption
+from ddp_manual.errors import BadOption, DdpManualError
 from ddp_manual.from_agent import Start
 from ddp_manual.from_worker import Attach
 from ddp_manual.on_rank_loss import LEAVE
@@ -69,7 +69,10 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
     else:
         block = _joined(WorldSpec.from_environment(**options), run_dir, open_group=open_group)
     with ExitStack() as stack:
-        world = stack.enter_context(block)
+        try:
+            world = stack.enter_context(block)
+        except DdpManualError as error:
+            raise error.with_traceback(None) from None  # a person's own line is what a traceback shows
         world.begin(stack.pop_all())
     return world
 

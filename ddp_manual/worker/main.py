@@ -6,9 +6,11 @@ An agent has started the process, which runs a program (``script``), or a person
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -42,6 +44,8 @@ from ddp_manual.worker.training_loss import LossRecord
 from ddp_manual.worker.world import NO_GROUP, World
 from ddp_manual.world_options import WorldSpec
 
+# What torch.save raises on a full disk.
+_TORCH_CANNOT_WRITE = re.compile(r"inline_container\.cc.*(unexpected pos|file write failed)|iostream error", re.DOTALL)
 logger = logging.getLogger(__name__)
 
 # Seconds. The agent says within 2.5 s why the run ends, and rank 0 stays for 60 s for ranks that still work.
@@ -317,11 +321,14 @@ def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> errors.D
         return of_collective
     opened_twice = isinstance(error, ValueError) and "default process group twice" in text_of(error)
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
+    no_room = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
     failed = errors.TrainingFailed(
         f"{where}: {first_line(error) if code is None else f'the program exited with code {code}'}",
         why=own_traceback(error, whole=whole),
         next="leave init_process_group out: the process group is open, and is closed at the end"
         if opened_twice
+        else "make room where it writes: df -h\nthen start all ranks again"
+        if no_room or _TORCH_CANNOT_WRITE.search(text_of(error))
         else "fix the code or the data that raised it, then start all ranks again",
     )
     if code is not None and code & 0xFF:

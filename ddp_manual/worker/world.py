@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from ddp_manual import from_worker, signals, terminal
 from ddp_manual.deadline import Waiting
-from ddp_manual.errors import BadOption, DataMissing, DdpManualError, Stopped, escaped, from_dict
+from ddp_manual.errors import BadOption, DataMissing, DdpManualError, PeerGone, Stopped, escaped, from_dict
 from ddp_manual.from_agent import StopAfter
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.join_steps import Step
@@ -101,7 +101,10 @@ class World(Place):
 
     def __exit__(self, *raised: Any) -> bool | None:
         atexit.unregister(self._leave_at_exit)
-        return self._block.__exit__(*raised)
+        try:
+            return self._block.__exit__(*raised)
+        except PeerGone as gone:  # what that has broken here, and the frames of this package, say no more
+            raise gone.with_traceback(None) from None
 
     def close(self) -> None:
         """Leave in order, together with the other ranks, as at the end of a ``with`` block; the second time do nothing.

@@ -142,7 +142,7 @@ def test_a_stopped_worker_is_named_at_once_and_lost_if_it_is_not_continued(run: 
     assert time.monotonic() - since < WHERE_SILENT
     for rank in ranks:
         assert re.search(r"error\[peer-lost\]: rank 1 \(.*\) has been stopped by SIGSTOP for \d s", rank.err)
-    assert "that is this rank; the others have not waited for it" in last_lines(ranks[1].err)
+    assert "this is rank 1; the others have not waited for it" in last_lines(ranks[1].err)
 
 
 @pytest.mark.parametrize("killed", [0, 1])
