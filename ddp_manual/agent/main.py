@@ -23,9 +23,11 @@ from msgspec.structs import replace
 
 from ddp_manual import from_agent, from_worker, left_behind, messages, run_folder, signals
 from ddp_manual.agent import end_of_rank
+from ddp_manual.agent.coordinator import stopped_agent
 from ddp_manual.agent.end_of_rank import Ending, how_it_ended, leave_failure
 from ddp_manual.agent.join import Join
 from ddp_manual.agent.listening import raise_descriptor_limit
+from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.agent.task import Task
 from ddp_manual.agent.worker_process import TERM_GRACE, Worker
 from ddp_manual.deadline import wait_until
@@ -171,6 +173,11 @@ class Agent:
             return self._join.coordinator.run, True
         own = run_folder.own_run_dir(run.run_dir, self.task.run_dir)
         return (run, False) if own is None else (replace(run, run_dir=own), True)
+
+    def stopped_rank_0(self, run: RunInfo) -> str:
+        """Say which signal has stopped rank 0's agent, if it is on this host; "" if none has."""
+        is_here = run.only_on_its_host or run.address in own_addresses()
+        return stopped_agent(run.pid) if is_here else ""
 
     def have_it_load(self) -> None:
         """Tell the worker what to load; that of rank 0 hosts torch's store at rank 0's address."""

@@ -99,6 +99,9 @@ class Shell(Protocol):
     def as_seen_here(self, run: RunInfo) -> tuple[RunInfo, bool]:
         """Return the run with its folder as this rank calls it, and whether this rank writes there."""
 
+    def stopped_rank_0(self, run: RunInfo) -> str:
+        """Say which signal has stopped rank 0's agent, as Ctrl-Z does, if it is on this host; "" if none has."""
+
     def have_it_load(self) -> None:
         """Tell the worker what to load."""
 
@@ -662,13 +665,15 @@ class AgentProtocol:
             self._send_beat()
             line = self._silence.look({0: self._heard}, self.run, now) if passed < 1 else None
             if line is not None:
-                self._shell.log(line)
+                self._shell.log("; ".join(filter(None, (line, self._shell.stopped_rank_0(self.run)))))
         if now - self._heard > silent_after(self.run) and passed < 1:
             if isinstance(self.state, states.Closing):  # its work is done, and it needs nobody any more
                 self.enter(states.Alone())
                 return
             what = f"has been silent for {now - self._heard:.0f} s"
-            why = "its agent is stopped or frozen, its host is down, or the network between the hosts is cut"
+            why = self._shell.stopped_rank_0(self.run) or (
+                "its agent is stopped or frozen, its host is down, or the network between the hosts is cut"
+            )
             lost = causes_of_loss.rank_0_lost(self.run, self._shell.worker.beat, what, why)
             if self._may_look_for_rank_0:
                 self._look_for_rank_0(lost.what)

@@ -77,12 +77,12 @@ class CoordinatorProtocol:
         show: Callable[[Peer, Mapping[str, Any]], None],
         stopped: Callable[[int], str],
     ) -> None:
-        self.roll_call = RollCall(run, rank_0, now, join_timeout)
+        self.roll_call = RollCall(run, rank_0, now, join_timeout, stopped)
         self.recovery = recovery
         self.record: dict[str, Any] | None = None
         """Of the last loss, once all ranks have gone on after it."""
         self.handshakes = Handshakes(self.roll_call, seal, own_nonce)
-        self._own_addresses, self._folder_of, self._show, self._stopped = own_addresses, folder_of, show, stopped
+        self._own_addresses, self._folder_of, self._show = own_addresses, folder_of, show
         self._peers: dict[int, Peer] = {}
         self._now = self._ticked = now
         self._goes_on_since = -math.inf
@@ -682,13 +682,8 @@ class CoordinatorProtocol:
         """Say who is silent, and which of them a signal has stopped."""
         line, silent = self._silence.look(self._watch.heard(), self.run, now), self._silence.named
         if line is not None:
-            self._watch.send_to_all(messages.Line("; ".join([line, *self._silent_and_stopped().values()])), silent)
-
-    def _silent_and_stopped(self) -> dict[int, str]:
-        """Say of silent ranks on rank 0's own host which signal has stopped them, as Ctrl-Z does."""
-        infos = [self.roll_call.info(rank) for rank in self._silence.named if rank in self.roll_call.members]
-        here = [info for info in infos if info.host_id == self.roll_call.rank_0.host_id]
-        return {info.rank: stopped for info in here if (stopped := self._stopped(info.pid))}
+            stopped = filter(None, map(self.roll_call.stopped, silent))
+            self._watch.send_to_all(messages.Line("; ".join([line, *stopped])), without=silent)
 
     # -- observers ---------------------------------------------------------------------------------------------
 
@@ -711,7 +706,7 @@ class CoordinatorProtocol:
 
     def describe(self, now: float) -> dict[str, Any]:
         """Return the answer to ``status``: the run, its ranks and what each does, who is missing, refused or gone."""
-        news = asdict(self.roll_call.news())
+        news, silent = asdict(self.roll_call.news()), self._silence.named
         for name in ("named", "waited", "timeout", "for_lost"):
             del news[name]
         return {
@@ -721,7 +716,7 @@ class CoordinatorProtocol:
             "ranks": self.roll_call.roster(),
             "progress": self._watch.health.progress(now) if self.roll_call.works else None,
             "waiting": self._watch.waiting_line(now),
-            "stopped": [f"rank {rank} is silent: {how}" for rank, how in self._silent_and_stopped().items()],
+            "stopped": [f"rank {rank} is silent: {how}" for rank in silent if (how := self.roll_call.stopped(rank))],
             "lost": self.recovery.said_of(self.roll_call.left_out),
             "failure": asdict(self.failure) if self.failure is not None else None,
             "ended": None,

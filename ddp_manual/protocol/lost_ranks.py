@@ -51,6 +51,7 @@ IN_VAIN = 2.0
 # How a rank is lost: its process has ended or is stopped; nobody hears from it; its own code has raised; one of its
 # collectives has broken, and nobody is to blame; or other ranks wait for it for ever, which ends any run.
 GONE, SILENT, OWN_CODE, BROKEN, AWAITED = "gone", "silent", "own code", "broken", "awaited"
+LET_IT_RUN = "let nobody stop it (Ctrl-Z, a batch system), or give a larger --peer_timeout"
 # What rank 0 asks itself; each is one inquiry at a time.
 DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK = "do calls differ", "where are they stuck"
 
@@ -313,11 +314,14 @@ class Watch:
         info = self._info(rank)
         process = f"whether its process runs:\n{whole(f'ps -o stat= -p {info.pid}')}"
         last_seen = f"it was {self.health.beat(rank).last_seen()}, when it was last heard"
+        next = f"look whether {info.host} can be reached, and {process}"
+        if stopped := self._roll_call.stopped(rank):
+            why, next = [stopped], LET_IT_RUN
         self._end_because_of(
             info,
             f"has been silent for {seconds:.0f} s",
             why="\n".join([last_seen, *why]),
-            next=f"look whether {info.host} can be reached, and {process}",
+            next=next,
             kind=SILENT,
         )
 
@@ -331,7 +335,7 @@ class Watch:
                 self._info(rank),
                 f"has been stopped by {beat.stopped} for {seconds:.0f} s",
                 why=f"it was {beat.last_seen()}; its agent runs, and sees its worker stopped",
-                next="let nobody stop it (Ctrl-Z, a batch system), or give a larger --peer_timeout",
+                next=LET_IT_RUN,
             )
         return found is not None
 

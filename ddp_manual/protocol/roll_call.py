@@ -10,7 +10,7 @@ torch's own ``wait_for_workers`` is not used: it counts connections, so a rank t
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,10 +98,14 @@ class RollCall:
     Args:
         rank_0: what the other ranks are compared with.
         within: seconds from ``now`` until all ranks must have joined.
+        stopped: says of the worker of this pid, on rank 0's host, which signal has stopped its agent; "" if none has.
     """
 
-    def __init__(self, run: RunInfo, rank_0: RankInfo, now: float, within: float) -> None:
+    def __init__(
+        self, run: RunInfo, rank_0: RankInfo, now: float, within: float, stopped: Callable[[int], str] = lambda pid: ""
+    ) -> None:
         self.run = run
+        self._stopped = stopped
         self.rank_0 = rank_0
         self.state: Gathering | Working | Over = Gathering(now, within)
         self.members: dict[int, Member] = {}
@@ -350,6 +354,11 @@ class RollCall:
     def who(self, ranks: Sequence[int]) -> str:
         """Name ranks that are here: one with its host and pid."""
         return self.info(ranks[0]).who if len(ranks) == 1 else in_words(as_ranges(sorted(ranks)))
+
+    def stopped(self, rank: int) -> str:
+        """Say which signal has stopped the agent of a rank, as Ctrl-Z does, if that can be seen on rank 0's host."""
+        info = self.info(rank) if rank in self.members else self.rank_0
+        return self._stopped(info.pid) if info.host_id == self.rank_0.host_id and info.rank == rank else ""
 
     def silent(self, now: float) -> list[int]:
         """The ranks, without rank 0, that have been silent for too long."""

@@ -170,6 +170,7 @@ def patched(run: Run) -> Iterator[None]:
         (this_host, {"RankOutput": Output}),
         (worker_process, {"OomKills": lambda pid: SimpleNamespace(any=lambda: False)}),
         (main, {"raise_descriptor_limit": lambda spec: "any", "HeldMemory": SimpleNamespace(create=HeldState)}),
+        (main, {"own_addresses": lambda: [here().address], "stopped_agent": run.faults.stopped_agent}),
         (
             machine,
             {
