@@ -251,5 +251,7 @@ def writing(path: Path, option: str) -> Iterator[None]:
         raise BadOption(
             f"{option} {path} cannot be written",
             why=f"{error.strerror}: {error.filename or path}",
-            next=f"choose a {option} that this user can write to",
+            next=f"correct the path, or create {path.parent}"
+            if error.errno == errno.ENOENT
+            else f"choose a {option} that this user can write to",
         ) from error

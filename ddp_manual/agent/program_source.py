@@ -10,6 +10,8 @@ import os
 import re
 import shutil
 import sys
+import traceback
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,8 +107,17 @@ def check_program(program: Program) -> None:
         return
     main, _ = _main_module(program)
     try:
-        with main.path.open("rb"):
-            pass
+        source = main.path.read_bytes()
+        if main.path.suffix == ".py":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the program itself says them
+                compile(source, main.path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise BadOption(
+            f"{program.name} is not valid Python",
+            why="".join(traceback.format_exception_only(error)).rstrip(),
+            next="correct that line",
+        ) from None
     except OSError as error:
         raise BadOption(
             f"{program.name} cannot be read",

@@ -31,6 +31,8 @@ OF_THE_RUN = ("model", "normalization", "dataset", "image_size", "classes", "dat
 def status(watch: bool, as_json: bool, stacks: bool, shrink: bool, **flags: Any) -> int:
     """Look at a run from any third terminal: who is here, who is missing, what each rank does. Joins nothing.
 
+    Example: ddp-manual status --master_addr hostA --watch
+
     With --watch, the exit code is that of the failure that has ended the run.
     """
     from ddp_manual.tools import status
@@ -58,6 +60,8 @@ def status(watch: bool, as_json: bool, stacks: bool, shrink: bool, **flags: Any)
 def list_checkpoints(as_json: bool, folder: Path) -> None:
     """List the checkpoints of the run in DIR, newest first, and whether each is what was written.
 
+    Example: ddp-manual checkpoints runs/mine
+
     The exit code is 0, also if a checkpoint is damaged; 15 if there is no checkpoint.
     """
     from ddp_manual.tools import checkpoints
@@ -82,6 +86,8 @@ def list_runs(as_json: bool, folder: Path) -> None:
 @click.argument("folders", metavar="RUN RUN ...", nargs=-1, type=PATH)
 def compare_runs(as_json: bool, folders: tuple[Path, ...]) -> None:
     """Put runs side by side: speed, efficiency, loss, accuracy, and the options that differ.
+
+    Example: ddp-manual compare runs/one-rank runs/two-ranks
 
     Each RUN is the folder of a run, which may still be going on or have been stopped; a start that failed is passed
     over.
@@ -112,6 +118,8 @@ def compare_runs(as_json: bool, folders: tuple[Path, ...]) -> None:
 def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any) -> None:
     """Test a trained model, in one process: accuracy, loss, accuracy by class, and its guess for each image.
 
+    Example: ddp-manual evaluate --checkpoint runs/mine
+
     Model, data and normalisation are those of the config.json beside it; flags override them.
     """
     from ddp_manual.tools import evaluate
@@ -128,6 +136,8 @@ def evaluate(checkpoint: Path, out_dir: Path | None, as_json: bool, **flags: Any
 @options_of(TrainConfig, only=("dataset", "image_size", "classes", "data_dir"))
 def show_data(part: str, count: int, out: Path | None, **flags: Any) -> None:
     """Look at a data set before training on it: some labelled images as a PNG file, and how many each class has.
+
+    Example: ddp-manual show-data --dataset mnist
 
     On a terminal with colours, a few are drawn there too.
     """

@@ -106,6 +106,8 @@ def run_program(
 def check(as_json: bool, verbose: bool, **flags: Any) -> int:
     """Meet the other ranks, probe and measure, do not train: start it like train, one process per rank.
 
+    Example: ddp-manual check --world_size 2 --rank 0
+
     Rank 0 prints the whole table, each other rank its
     own line. The exit code is 0, or 3 with the findings last.
     """

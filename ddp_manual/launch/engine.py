@@ -98,7 +98,8 @@ class Launch:
         has_saved, took = any(part.has_saved for part in self.parts), duration(time.monotonic() - self._began)
         failed = first_of(self.failed)
         if self.signalled:
-            raise self._stopped(f"to go on from the newest checkpoint:\n{whole(self.job.go_on)}" if has_saved else "")
+            way_on = f"to go on from the newest checkpoint:\n{whole(self.job.go_on)}" if has_saved else ""
+            raise self._stopped(took, way_on)
         if failed is None:
             say(f"all ranks finished after {took}")
             return 0
@@ -111,13 +112,13 @@ class Launch:
             say(f"to {'go on from the newest checkpoint' if has_saved else 'start again'}:\n{whole(self.job.go_on)}")
         return error.exit_code
 
-    def _stopped(self, way_on: str) -> Stopped:
+    def _stopped(self, took: str, way_on: str) -> Stopped:
         """Return what a rank says of how far the run was. All say that alike; some add what broke because of it."""
         ranks = [error for _, error in self.failed if isinstance(error, Stopped)]
         said = min(ranks, key=lambda error: len(error.why), default=None)
-        stopped = Stopped(self.signalled, next=way_on)
+        stopped = Stopped(self.signalled, f"after {took}", next=way_on)
         if said is not None:
-            stopped.what, stopped.why = said.what, said.why
+            stopped.what, stopped.why = f"{said.what}, after {took}", said.why
         return stopped
 
 

@@ -296,7 +296,7 @@ class Recovery:
     def said_of(self, left_out: Sequence[int]) -> str:
         """Return what was said of the ranks that are waited for, or how those were lost without which the others go
         on; "" if none is lost."""
-        if self._pause is not None:
+        if self._pause is not None and not left_out:
             return self._pause.said
         return "; ".join(self.lost[rank].what for rank in left_out if rank in self.lost)
 

@@ -39,7 +39,7 @@ ADVICE = (
     "ended, where it has a --run_dir"
 )
 # The columns that a narrow terminal has no room for.
-LEAST_FIRST = ("versions", "address", "since", "samples/s", "pid", "device", "epoch", "heard", "host", "line")
+LEAST_FIRST = ("versions", "address", "since", "samples/s", "device", "epoch", "heard", "host", "pid", "line")
 
 
 class _Patience(Waiting):
