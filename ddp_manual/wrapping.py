@@ -33,7 +33,7 @@ def wrapped(text: str, width: int | None, *, margin: str = MARGIN) -> str:
             lines.append(first + line)
         else:
             found = textwrap.wrap(
-                re.sub(r"(?<=\d) (?=s\b)", "\xa0", line),  # keeps a number beside its unit
+                re.sub(r"(?<=\d) (?=s\b|samples/s)", "\xa0", line),  # keeps a number beside its unit
                 width,
                 initial_indent=first,
                 subsequent_indent=margin,

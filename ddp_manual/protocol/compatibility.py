@@ -210,9 +210,14 @@ def _other_options(info: RankInfo, theirs: Options, own: Options, run: RunInfo) 
     differing = differing_options(theirs, own)
     if not differing:
         return None
-    if "command" in differing:
-        differing = ["command"]  # all other differences follow from this one
     next = run.command_for(info.rank)
+    if "command" in differing:  # all other differences follow from this one
+        own_way, way_of_rank_0 = (
+            f"ddp-manual {options['command'][0]}" if "command" in options else "a script that calls join()"
+            for options in (own, theirs)
+        )
+        why = f"rank 0 was started by {way_of_rank_0}, rank {info.rank} by {own_way}"
+        return ConfigMismatch(f"{info.who} was started in another way than rank 0", why=why, next=next)
     if {"device", "backend"} & set(differing):
         # By default the two hosts chose differently, and would again.
         next = "start every rank with the same --device and --backend, such as: --device cpu --backend gloo"

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from ddp_manual import messages
-from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, traceback_of
+from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, Stopped, traceback_of
 from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Verdict, named_from_outside
 from ddp_manual.on_rank_loss import LEAVE, WAIT
 from ddp_manual.protocol import causes_of_loss
@@ -131,7 +131,8 @@ class CoordinatorProtocol:
         if error is not None and not self.roll_call.works:
             when = "while a lost rank's seat was free" if self.recovery.began else "before all ranks had joined"
             left = f"rank 0 ({self.run.host}, pid {self.run.pid}) left {when}"
-            next = self.run.start_again if self.recovery.began else "start all ranks again"
+            again = self.run.start_again if self.recovery.began else "start all ranks again"
+            next = again if isinstance(error, Stopped) or again in error.next else f"{error.next}\nthen {again}"
             self._refuse_all(MasterLost(left, why=error.what, next=next))
         self.roll_call.end()
         if error is None and self.failure is None:
