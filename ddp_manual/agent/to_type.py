@@ -52,13 +52,16 @@ def rank_command(spec: WorldSpec, command: str, options: Mapping[str, Any] = {},
 
 def script_command(spec: WorldSpec, typed: Sequence[str]) -> str:
     """Return what starts another rank of a script that joins by itself: with variables, since its flags are not known
-    here."""
-    words = [f"WORLD_SIZE={spec.world_size} RANK={{rank}}"]
+    here; at a prompt, of which nothing was ``typed`` in a shell, the call."""
+    where = {"world_size": spec.world_size, "rank": "{rank}"}
     if spec.master_addr != WorldSpec.master_addr:
-        words.append(f"MASTER_ADDR={spec.master_addr}")
+        where["master_addr"] = spec.master_addr if typed else repr(spec.master_addr)
     if spec.master_port != WorldSpec.master_port:
-        words.append("MASTER_PORT={master_port}")
-    return " ".join([*words, shlex.join(without_secrets(typed))])
+        where["master_port"] = "{master_port}"
+    if not typed:
+        return f"ddp_manual.join({', '.join(f'{name}={value}' for name, value in where.items())})"
+    variables = [f"{name.upper()}={value}" for name, value in where.items()]
+    return " ".join([*variables, shlex.join(without_secrets(typed))])
 
 
 def typed_again() -> str:

@@ -38,7 +38,7 @@ def advice_for(ranges: Sequence[Sequence[int]], run: RunInfo, own_addresses: Seq
     commands = list(dict.fromkeys(run.command_for(rank) for rank in missing[:MOST_COMMANDS]))
     if run.only_on_its_host and missing:  # then this process is on that host too
         addresses = own_addresses[:MOST_ADDRESSES] or ["an address of its network"]
-        spelled = "master_addr=" if run.command.startswith("WORLD_SIZE=") else "--master_addr "
+        spelled = "master_addr=" if run.command.startswith(("WORLD_SIZE=", "ddp_manual.join(")) else "--master_addr "
         commands.append(
             f"(only {run.host} itself reaches {run.address}: for ranks on other hosts, start rank 0 again with "
             f"{spelled}{f' or {spelled}'.join(addresses)})"

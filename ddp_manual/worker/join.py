@@ -13,6 +13,7 @@ import os
 import resource
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -141,7 +142,7 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, undo: ExitStack) -> Repor
         spec=spec.values(),
         sources=dict(spec.sources),
         run_dir=run_dir,
-        typed=[*program, *arguments],
+        typed=[] if hasattr(sys, "ps1") else [*program, *arguments],
         script=str(script.absolute()) if script else None,
         attempt=f"{torchrun.restart_count()}.{next(_joins)}",
     )
