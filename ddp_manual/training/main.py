@@ -9,7 +9,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import run_folder, signals, terminal
+from ddp_manual import progress_bar, run_folder, signals
 from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import counted
@@ -167,7 +167,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
             # Until the summary is written: a Ctrl-C meanwhile would fail a complete run.
             taking = world.take_stops()
             (world.until_left if leaves else until_finished).enter_context(taking)
-            with terminal.progress(steps, done=done, shown=on_rank_0) as lines:
+            with progress_bar.progress(steps, done=done, shown=on_rank_0) as lines:
                 while not trainer.ended:
                     save = trainer.train_epoch(lines)
                     if not plan.epoch_ended(trainer.position):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_manual import terminal
+from ddp_manual import progress_bar
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.training import checkpoint_state, ddp, sampling
 from ddp_manual.training.checkpoint_state import History
@@ -151,7 +151,7 @@ class Trainer:
         samples = seen - self.epoch_plan.seen(self._began)
         return samples / (self.meter.seconds - self._seconds_before) if samples else seen / self.meter.seconds
 
-    def train_epoch(self, lines: terminal.ProgressLines) -> bool:
+    def train_epoch(self, lines: progress_bar.ProgressLines) -> bool:
         """Train to the end of the epoch, or to the step where a signal stops all ranks; a checkpoint is then on disk.
 
         Returns:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ddp_manual import collectives
 from ddp_manual.from_worker import FromWorker, GroupUsed, NotCompared, RecordsMemory
 from ddp_manual.worker.collective_errors import first_line
-from ddp_manual.worker.process_group import (
+from ddp_manual.worker.private_torch import (
     CODE_OF_COLLECTIVES,
     calling_frame,
     has_several_backends,

@@ -30,7 +30,7 @@ from ddp_manual.join_steps import Steps
 from ddp_manual.messages import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds, timeout_for
 from ddp_manual.terminal import counted
 from ddp_manual.worker import device as devices
-from ddp_manual.worker import process_group
+from ddp_manual.worker import private_torch, process_group
 from ddp_manual.worker.collective_errors import (
     collective_error,
     first_line,
@@ -96,7 +96,7 @@ class Rank:
             device, backend = self._choose_device()
             gpus = devices.gpu_uuids() if device == "cuda" else []
         else:
-            gpus = process_group.gpus_without_cuda()
+            gpus = private_torch.gpus_without_cuda()
             device, backend = ("cuda" if gpus else "cpu"), "nccl" if gpus and dist.is_nccl_available() else "gloo"
         process_group.check_none_open()
         if self._start.store_address:

@@ -31,7 +31,7 @@ from ddp_manual import from_agent, from_worker, left_behind, terminal
 from ddp_manual.messages import Beat
 from ddp_manual.terminal import counted
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
-from ddp_manual.worker.process_group import (
+from ddp_manual.worker.private_torch import (
     collectives_unfinished,
     innermost_frames,
     open_groups,

@@ -35,7 +35,7 @@ from ddp_manual.errors import Stopped
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import RUNNING
 from ddp_manual.program import MODULE, Program
-from ddp_manual.worker import device, holding, join, process_group
+from ddp_manual.worker import device, holding, join, private_torch
 from ddp_manual.worker.collectives import record_collectives
 from ddp_manual.worker.main import Options, Rank
 from ddp_manual.worker.reporter import Reporter, end_process
@@ -44,7 +44,7 @@ from ddp_manual.worker.reporter import Reporter, end_process
 def preload(names: Iterable[str]) -> None:
     """Import what most programs need besides torch, and these names, before ``launch`` forks its workers; a module
     that cannot be imported is left to the program."""
-    process_group.import_dynamo()
+    private_torch.import_dynamo()
     for name in filter(None, names):
         with suppress(Exception):
             importlib.import_module(name)
@@ -99,7 +99,7 @@ def _prepare(rank: Rank, path: str, program: Program) -> Options:
     """Return what the ranks must have in common of the user's own code, as the program says."""
     sys.path[0] = path
     device.keep_freed_memory()
-    process_group.import_dynamo()  # before all ranks are here, and not in the first step
+    private_torch.import_dynamo()  # before all ranks are here, and not in the first step
     module, _, function = program.prepare.partition(":")
     found: Options = getattr(importlib.import_module(module), function)(rank.spec.rank, program.arguments)
     return found

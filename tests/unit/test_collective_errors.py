@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_manual import errors
-from ddp_manual.worker import process_group
+from ddp_manual.worker import private_torch, process_group
 from ddp_manual.worker.collective_errors import first_line, is_broken_collective
 from ddp_manual.worker.main import as_ours
 
@@ -183,7 +183,7 @@ def test_the_time_out_of_the_first_all_reduce_is_that_of_its_wait_and_not_of_the
     of_groups: list[Mapping[str, float]] = []
 
     def all_reduce(total: torch.Tensor, *, async_op: bool) -> object:
-        of_groups.append(process_group.open_groups().timeouts)
+        of_groups.append(private_torch.open_groups().timeouts)
         return never_done
 
     monkeypatch.setattr(process_group, "FIRST_COLLECTIVE_TIMEOUT", first)
@@ -215,14 +215,14 @@ def test_the_collectives_that_a_gpu_has_not_completed_are_read_from_torchs_recor
     monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda *options: said.encode(), raising=False)
     monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda *options: other.get(options[-1], empty), raising=False)
     world = SimpleNamespace(pg_names=dict.fromkeys(range(open_groups), "0"))  # without groups that were destroyed
-    monkeypatch.setattr(process_group.distributed_c10d, "_world", world)
-    assert process_group.collectives_unfinished() == unfinished
+    monkeypatch.setattr(private_torch.distributed_c10d, "_world", world)
+    assert private_torch.collectives_unfinished() == unfinished
 
 
 @pytest.mark.parametrize("said", [b"{}", b"", b'{"pg_status":{"0":{}}}', b'{"pg_status":[]}', b'{"pg_status":{"0":4}}'])
 def test_a_recorder_in_another_format_says_nothing(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *options: said, raising=False)
-    assert process_group.collectives_unfinished() is None
+    assert private_torch.collectives_unfinished() is None
 
 
 def test_the_recorder_of_gloo_has_the_format_that_is_read_from_those_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_the_recorder_of_gloo_has_the_format_that_is_read_from_those_of_nccl(mon
         own = {name: group for name, group in groups(*options).items() if name not in of_other_tests}
         return json.dumps({"pg_status": own})
 
-    assert process_group.collectives_unfinished() is None
+    assert private_torch.collectives_unfinished() is None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setattr(c10d, "_dump_nccl_trace_json", record, raising=False)
@@ -253,8 +253,8 @@ def test_the_recorder_of_gloo_has_the_format_that_is_read_from_those_of_nccl(mon
 
 def wait_until_unfinished(count: int) -> None:
     deadline = time.monotonic() + 10
-    while process_group.collectives_unfinished() != count:
-        assert time.monotonic() < deadline, process_group.collectives_unfinished()
+    while private_torch.collectives_unfinished() != count:
+        assert time.monotonic() < deadline, private_torch.collectives_unfinished()
         time.sleep(0.05)
 
 

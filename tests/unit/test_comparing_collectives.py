@@ -36,7 +36,7 @@ from ddp_manual.protocol.collectives import (
 from ddp_manual.protocol.lost_ranks import RECORDS_WITHIN, Watch
 from ddp_manual.wire import as_json, encode_local
 from ddp_manual.worker import collectives as recording
-from ddp_manual.worker.process_group import hide_from_dynamo
+from ddp_manual.worker.private_torch import hide_from_dynamo
 from tests.runs import run_info
 
 WITHIN = 10.0

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ddp_manual.errors import BadOption
-from ddp_manual.terminal import ProgressLines
+from ddp_manual.progress_bar import ProgressLines
 from ddp_manual.training import data, models
 from ddp_manual.training.data import Data, Split
 from ddp_manual.training.data_memory import bring_to, check_host_memory

@@ -12,7 +12,7 @@ import torch
 from ddp_manual import gpus
 from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
-from ddp_manual.worker import device, process_group
+from ddp_manual.worker import device, private_torch
 
 Host = Callable[..., None]
 UUIDS = [f"GPU-{number}6cb44c-6756-fd30-cd4a-1e6da3caf9b0" for number in range(4)]
@@ -98,7 +98,7 @@ def test_a_rank_uses_one_part_of_a_divided_gpu_which_is_its_only_gpu(
     host(*driver_of(2), *MIG_FILES, listed=DIVIDED, chosen=chosen)
     assert gpus.mig_device(chosen) == (part.removeprefix("MIG-") if part else None)
     if part:
-        assert process_group.gpus_without_cuda() == [part.removeprefix("MIG-")]
+        assert private_torch.gpus_without_cuda() == [part.removeprefix("MIG-")]
         assert gpus.count(chosen) == 1
 
 

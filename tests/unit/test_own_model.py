@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_manual import TrainConfig, terminal
+from ddp_manual import TrainConfig, progress_bar
 from ddp_manual.errors import BadOption, TrainingFailed
 from ddp_manual.training import data, models, own_code
 from ddp_manual.training.data import Split
@@ -125,7 +125,7 @@ def trainer_of(network: nn.Module, samples: int, *, fewest: int = 1, no_ddp: boo
 def trained(network: nn.Module, *, samples: int, fewest: int, no_ddp: bool = True) -> list[Tensor]:
     """The parameters after an epoch."""
     trainer = trainer_of(network, samples, fewest=fewest, no_ddp=no_ddp)
-    trainer.train_epoch(terminal.ProgressLines())
+    trainer.train_epoch(progress_bar.ProgressLines())
     assert trainer.position.taken == samples
     return [parameter.detach().clone() for parameter in network.parameters()]
 
@@ -172,7 +172,7 @@ def test_a_test_loss_that_is_not_finite_is_told_from_a_divergence() -> None:
     network, never_the_first = Linear(), torch.tensor([-torch.inf, 0.0])
     network.register_forward_hook(lambda network, _, scores: scores if network.training else scores + never_the_first)
     trainer = trainer_of(network, 8)
-    trainer.train_epoch(terminal.ProgressLines())
+    trainer.train_epoch(progress_bar.ProgressLines())
     with pytest.raises(TrainingFailed, match="the test loss is inf after epoch 1") as caught:
         trainer.evaluate()
     assert "in eval() mode only" in caught.value.why

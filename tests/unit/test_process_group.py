@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from ddp_manual.worker import process_group
+from ddp_manual.worker import private_torch, process_group
 
 
 def test_the_end_waits_for_a_thread_that_wakes_up_time_and_again_and_needs_the_gil(
@@ -35,15 +35,15 @@ def test_the_end_waits_for_a_thread_that_wakes_up_time_and_again_and_needs_the_g
 
 
 def test_the_time_outs_of_process_groups_are_those_that_the_program_has_given_them() -> None:
-    assert process_group.open_groups().timeouts == {}
+    assert private_torch.open_groups().timeouts == {}
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(hours=4))
     try:
         short = dist.new_group([0], timeout=timedelta(seconds=10))
         default, short = (group.group_name for group in (dist.group.WORLD, short))
-        assert process_group.open_groups().timeouts == {default: 14400.0, short: 10.0}
-        process_group.set_timeout(timedelta(seconds=5))
-        assert process_group.open_groups().timeouts == {default: 5.0, short: 10.0}
+        assert private_torch.open_groups().timeouts == {default: 14400.0, short: 10.0}
+        private_torch.set_timeout(timedelta(seconds=5))
+        assert private_torch.open_groups().timeouts == {default: 5.0, short: 10.0}
     finally:
         dist.destroy_process_group()
 
@@ -63,8 +63,8 @@ def test_whether_collectives_return_at_once_follows_from_the_backend_that_has_be
         for device, name, begun in (("cpu", "gloo", gloo), ("cuda", "nccl", nccl))
     }
     group = Hashable(_device_types=tuple(backends), _get_backend=backends.__getitem__)
-    monkeypatch.setattr(process_group.distributed_c10d, "_world", SimpleNamespace(pg_names={group: "0"}))
-    assert process_group.open_groups() == ({"0": gloo + nccl}, {}, at_once)
+    monkeypatch.setattr(private_torch.distributed_c10d, "_world", SimpleNamespace(pg_names={group: "0"}))
+    assert private_torch.open_groups() == ({"0": gloo + nccl}, {}, at_once)
 
 
 def test_the_end_does_not_wait_for_threads_that_sleep_and_not_for_ever_for_one_that_never_does() -> None:

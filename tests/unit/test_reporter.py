@@ -12,7 +12,7 @@ from ddp_manual.errors import Stopped
 from ddp_manual.messages import LastWords
 from ddp_manual.wire import LineReader, encode_local
 from ddp_manual.worker import reporter as reporter_module
-from ddp_manual.worker.process_group import OpenGroups
+from ddp_manual.worker.private_torch import OpenGroups
 from ddp_manual.worker.reporter import Reporter, Whereabouts
 
 

@@ -119,7 +119,7 @@ def test_with_nccl_the_tensors_of_the_cpu_go_over_gloo_and_are_counted_too(start
     script = """if True:
         import torch, torch.distributed as dist, torch.testing._internal.distributed.fake_pg
         from ddp_manual.worker.device import for_all_devices
-        from ddp_manual.worker.process_group import open_groups
+        from ddp_manual.worker.private_torch import open_groups
         both = for_all_devices("nccl")
         dist.init_process_group(both.replace("nccl", "fake"), store=dist.HashStore(), rank=0, world_size=1)
         for _ in range(3):

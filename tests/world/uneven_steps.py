@@ -9,7 +9,7 @@ import torch
 
 import ddp_manual
 from ddp_manual import TrainConfig
-from ddp_manual.terminal import ProgressLines
+from ddp_manual.progress_bar import ProgressLines
 from ddp_manual.training import data, models
 from ddp_manual.training.data import Data, Split
 from ddp_manual.training.trainer import Trainer
