@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual.wrapping import labelled, wrapped
+from ddp_manual.text_wrapping import labelled, wrapped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +36,7 @@ class DdpManualError(Exception):
         what: One line saying what happened, naming rank and host if they are known.
         why: The observed facts, such as what was tried and what answered. May span lines; "" if ``what`` says it all.
         next: The command to type or the setting to change. May span lines, of which those with a command begin with
-            two spaces, see ``wrapping``; "" if there is nothing to do.
+            two spaces, see ``text_wrapping``; "" if there is nothing to do.
     """
 
     identifier: str

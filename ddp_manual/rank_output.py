@@ -15,8 +15,8 @@ from ddp_manual import unread
 from ddp_manual.environment import user_variables
 from ddp_manual.errors import DdpManualError
 from ddp_manual.terminal import in_colour, tag, width_of
+from ddp_manual.text_wrapping import LEAST, wrapped
 from ddp_manual.wire import LONGEST_LINE
-from ddp_manual.wrapping import LEAST, wrapped
 
 COLOURS = (36, 33, 32, 35, 34, 31)
 # Seconds between two states of a progress bar.

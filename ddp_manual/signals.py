@@ -1,7 +1,8 @@
 """What signals ask of a run: to stop after a step that all ranks agree on, or to save a checkpoint.
 
-An agent handles them in its event loop and tells its worker, which ignores signals itself. A person's own script
-handles them with Python's handlers. Another signal has a process write its Python stacks.
+An agent handles them in its event loop (what they do is decided in ``protocol/stop_signals.py``) and tells its worker,
+which ignores signals itself. A person's own script handles them with Python's handlers. Another signal has a process
+write its Python stacks.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ddp_manual import unread
 from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption, DdpManualError, DiskFull
-from ddp_manual.wrapping import wrapped
+from ddp_manual.text_wrapping import wrapped
 
 if TYPE_CHECKING:
     pass

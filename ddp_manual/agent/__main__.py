@@ -13,8 +13,8 @@ import socket
 
 from ddp_manual import signals, terminal, unread
 from ddp_manual.agent.main import Agent
-from ddp_manual.agent.task import Task
 from ddp_manual.agent.to_type import script_command
+from ddp_manual.agent.what_to_run import Task
 from ddp_manual.agent.worker_process import AttachedWorker
 from ddp_manual.from_worker import Attach
 from ddp_manual.program import SCRIPT, Program

@@ -15,8 +15,8 @@ from ddp_manual.agent.end_of_rank import Ended
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program
 from ddp_manual.agent.start_worker import Forker, Starter, check_torch_is_installed
-from ddp_manual.agent.task import Task
 from ddp_manual.agent.to_type import LISTENING, rank_command, typed_again
+from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import command_line, torchrun, user_variables
 from ddp_manual.errors import DdpManualError
 from ddp_manual.on_rank_loss import LEAVE

@@ -22,7 +22,7 @@ from ddp_manual.messages import (
 )
 from ddp_manual.run_folder import RunPaths, holder_of, holds_another_run, write_json
 from ddp_manual.terminal import result_line
-from ddp_manual.wrapping import whole
+from ddp_manual.text_wrapping import whole
 
 
 @dataclass(kw_only=True)

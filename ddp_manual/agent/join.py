@@ -24,10 +24,10 @@ from ddp_manual.agent.listening import listen, refuse_loopback
 from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
 from ddp_manual.agent.program_source import ProgramSource, source_once
-from ddp_manual.agent.task import Task
 from ddp_manual.agent.to_type import status_command
 from ddp_manual.agent.torchrun_store import read_torchrun_address, write_torchrun_address
 from ddp_manual.agent.waiting_rank_0s import OwnRank0, hint, withdraw
+from ddp_manual.agent.what_to_run import Task
 from ddp_manual.deadline import POLL_EVERY, Waiting
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import DdpManualError, TokenMismatch
@@ -41,9 +41,9 @@ from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.token_proof import Seal, Unsealed
 from ddp_manual.terminal import at, counted
+from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.world_options import WorldSpec
-from ddp_manual.wrapping import whole
 
 # Seconds until a line says that rank 0 does not reply: it is busy, or finds out whether another process is alive.
 REPLY_WITHIN = 1.0

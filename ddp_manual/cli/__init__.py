@@ -20,7 +20,7 @@ from ddp_manual.cli.launching import hosted, launch, list_commands
 from ddp_manual.cli.looking import compare_runs, evaluate, list_checkpoints, list_runs, show_data, status
 from ddp_manual.cli.ranks import check, run_program, train
 from ddp_manual.environment import command_line
-from ddp_manual.wrapping import whole
+from ddp_manual.text_wrapping import whole
 
 # Underscores are how PyTorch users type options; dashes mean the same.
 CONTEXT = {

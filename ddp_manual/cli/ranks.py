@@ -19,9 +19,9 @@ from ddp_manual.cli.option_decorators import (
     program_options,
 )
 from ddp_manual.cli.stdout import print_result
+from ddp_manual.text_wrapping import wrapped
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.world_options import STALL_TIMEOUT, STALL_TIMEOUT_OF_SCRIPT, WorldSpec
-from ddp_manual.wrapping import wrapped
 
 FOUND_A_PROBLEM = 3
 # What the help calls the default.

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ddp_manual import left_behind, signals, unread
-from ddp_manual.agent.task import Task
+from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine
 from ddp_manual.errors import DdpManualError, Stopped
 from ddp_manual.launch.engine import Launch, first_of

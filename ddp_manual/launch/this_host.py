@@ -23,7 +23,7 @@ from ddp_manual.agent import by_hand
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program, forkable_imports
 from ddp_manual.agent.start_worker import Forker, Starter, check_torch_is_installed
-from ddp_manual.agent.task import Task
+from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped
 from ddp_manual.launch.engine import Launch, Tell, say_how_to_look
@@ -33,10 +33,10 @@ from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.program import without_secrets
 from ddp_manual.rank_output import RankOutput
 from ddp_manual.run_folder import RunPaths
+from ddp_manual.text_wrapping import whole
 from ddp_manual.training import checkpoint_files
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.world_options import WorldSpec
-from ddp_manual.wrapping import whole
 
 # Seconds until ranks stop waiting for a rank that has left.
 GIVE_UP_AFTER = 0.3

@@ -14,8 +14,8 @@ from msgspec import Meta, field
 
 from ddp_manual.errors import DdpManualError, from_dict
 from ddp_manual.on_rank_loss import LEAVE
+from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import LONGEST_NAME
-from ddp_manual.wrapping import whole
 
 # Characters of an error's text, such as a traceback.
 LONGEST_TEXT = 20_000

@@ -10,7 +10,7 @@ from ddp_manual.messages import RankInfo
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.heartbeats import heartbeat_period
-from ddp_manual.wrapping import whole
+from ddp_manual.text_wrapping import whole
 
 if TYPE_CHECKING:
     from ddp_manual.protocol.roll_call import RollCall

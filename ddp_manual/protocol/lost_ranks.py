@@ -25,8 +25,8 @@ from ddp_manual.protocol.inquiries import Inquiries, Then
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.stalls import Stall
 from ddp_manual.terminal import as_ranges, in_words
+from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import encode
-from ddp_manual.wrapping import whole
 
 # An error of a rank's own code after which another try may go well.
 MAY_NOT_RECUR = (TrainingFailed.identifier, OutOfMemory.identifier)

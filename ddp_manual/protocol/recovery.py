@@ -1,6 +1,6 @@
 """What follows a loss, on rank 0: whether the others wait or go on without a rank, from which state, and what is said.
 
-Times are seconds of rank 0's monotonic clock.
+Whether it ends the run is decided in ``lost_ranks``. Times are seconds of rank 0's monotonic clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddp_manual.on_rank_loss import SHRINK
 from ddp_manual.protocol.causes_of_loss import verdict_about
 from ddp_manual.protocol.heartbeats import silent_after
 from ddp_manual.terminal import as_ranges, counted, in_words
-from ddp_manual.wrapping import whole
+from ddp_manual.text_wrapping import whole
 
 # A rank that its agent starts again by itself may be lost so often before the run has come any further.
 MOST_WITHOUT_A_STEP = 3

@@ -14,8 +14,8 @@ from ddp_manual import terminal
 from ddp_manual.agent.by_hand import agent_in_this_terminal
 from ddp_manual.agent.name_lookup import resolve
 from ddp_manual.agent.network_interface import own_address
-from ddp_manual.agent.task import Task
 from ddp_manual.agent.to_type import LISTENING, rank_command
+from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import MasterUnresolvable, from_dict
 from ddp_manual.join_steps import Step
@@ -23,9 +23,9 @@ from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.option_fields import as_flags
 from ddp_manual.program import MODULE, Program
 from ddp_manual.terminal import byte_size, columns, stdout_width
+from ddp_manual.text_wrapping import labelled, wrapped
 from ddp_manual.tools.status import roster
 from ddp_manual.world_options import WorldSpec
-from ddp_manual.wrapping import labelled, wrapped
 
 # Seconds to wait for the other ranks, unless --join_timeout says otherwise: somebody is looking at the screen.
 CHECK_JOIN_TIMEOUT = 30.0

@@ -9,8 +9,8 @@ from typing import Any
 
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing
 from ddp_manual.terminal import byte_size, columns, stdout_width
+from ddp_manual.text_wrapping import wrapped
 from ddp_manual.training.checkpoint_files import best, check, find, folder_of
-from ddp_manual.wrapping import wrapped
 
 
 def list_checkpoints(path: Path) -> list[dict[str, Any]]:

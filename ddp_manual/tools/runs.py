@@ -12,9 +12,9 @@ from ddp_manual.errors import BadOption
 from ddp_manual.messages import LONGEST_TEXT
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import columns, stdout_width
+from ddp_manual.text_wrapping import labelled
 from ddp_manual.tools.recorded_run import End, read_end, read_run
 from ddp_manual.wire import printable
-from ddp_manual.wrapping import labelled
 
 # What no file of a start that failed says.
 UNKNOWN = {**dict.fromkeys(("model", "dataset", "world_size", "epochs", "test_accuracy")), "epochs_done": 0}

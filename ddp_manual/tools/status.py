@@ -22,8 +22,8 @@ from ddp_manual.messages import Verdict
 from ddp_manual.protocol.causes_of_loss import error_for
 from ddp_manual.protocol.search import Search
 from ddp_manual.terminal import at, columns, duration, say, stdout_width
+from ddp_manual.text_wrapping import wrapped
 from ddp_manual.world_options import WorldSpec
-from ddp_manual.wrapping import wrapped
 
 LOOK_EVERY = 1.0
 # Ranks; a larger run's table ends with how many more there are.

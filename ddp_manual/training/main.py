@@ -14,7 +14,6 @@ from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import counted
 from ddp_manual.training import checkpoint_files, checkpoint_state, held_state, models, own_code, run_files
-from ddp_manual.training.agreement import agree_on_options, compare_data
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
 from ddp_manual.training.data_memory import bring_to, check_host_memory
 from ddp_manual.training.datasets import source_of
@@ -22,6 +21,7 @@ from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_code import is_own_factory
 from ddp_manual.training.run_files import RunFiles
+from ddp_manual.training.same_on_all_ranks import agree_on_options, compare_data
 from ddp_manual.training.trackers import Trackers
 from ddp_manual.training.trainer import Trainer
 from ddp_manual.training.transforms import unit_scale

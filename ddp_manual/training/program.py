@@ -15,9 +15,9 @@ import ddp_manual
 from ddp_manual import signals, terminal
 from ddp_manual.errors import Stopped
 from ddp_manual.messages import first_command_and
+from ddp_manual.text_wrapping import whole
 from ddp_manual.training.main import Shared, check_own_code, train_as_agreed
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.wrapping import whole
 
 
 def prepare(rank: int, arguments: Sequence[str]) -> Shared:

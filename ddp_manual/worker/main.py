@@ -29,7 +29,7 @@ from ddp_manual.held_memory import HeldMemory
 from ddp_manual.join_steps import Steps
 from ddp_manual.messages import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds, timeout_for
 from ddp_manual.terminal import counted
-from ddp_manual.worker import device as devices
+from ddp_manual.worker import device_and_backend as devices
 from ddp_manual.worker import private_torch, process_group
 from ddp_manual.worker.collective_errors import (
     collective_error,

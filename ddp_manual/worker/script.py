@@ -35,7 +35,7 @@ from ddp_manual.errors import Stopped
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.messages import RUNNING
 from ddp_manual.program import MODULE, Program
-from ddp_manual.worker import device, holding, join, private_torch
+from ddp_manual.worker import device_and_backend, holding, join, private_torch
 from ddp_manual.worker.collectives import record_collectives
 from ddp_manual.worker.main import Options, Rank
 from ddp_manual.worker.reporter import Reporter, end_process
@@ -98,7 +98,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
 def _prepare(rank: Rank, path: str, program: Program) -> Options:
     """Return what the ranks must have in common of the user's own code, as the program says."""
     sys.path[0] = path
-    device.keep_freed_memory()
+    device_and_backend.keep_freed_memory()
     private_torch.import_dynamo()  # before all ranks are here, and not in the first step
     module, _, function = program.prepare.partition(":")
     found: Options = getattr(importlib.import_module(module), function)(rank.spec.rank, program.arguments)

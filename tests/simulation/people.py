@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_manual import terminal
 from ddp_manual.agent import main
-from ddp_manual.agent.task import Task
+from ddp_manual.agent.what_to_run import Task
 from ddp_manual.errors import DdpManualError
 from ddp_manual.launch import this_host
 from ddp_manual.launch.engine import Failure
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.program import Program as UsersProgram
+from ddp_manual.text_wrapping import wrapped
 from ddp_manual.world_options import WorldSpec
-from ddp_manual.wrapping import wrapped
 from tests.simulation.network import EMPTY, Host
 from tests.simulation.rank import Rank
 from tests.simulation.virtual_time import Process

@@ -24,8 +24,8 @@ from ddp_manual.agent.find_rank_0 import probe as probe_at
 from ddp_manual.agent.join import Join
 from ddp_manual.agent.listening import listen as listen_at
 from ddp_manual.agent.network_interface import OwnAddress, wrong_for_nccl
-from ddp_manual.agent.task import Task
 from ddp_manual.agent.waiting_rank_0s import OwnRank0, hint, withdraw
+from ddp_manual.agent.what_to_run import Task
 from ddp_manual.deadline import Waiting
 from ddp_manual.environment import machine
 from ddp_manual.errors import (

@@ -20,7 +20,7 @@ PACKAGE = Path(ddp_manual.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each of these may import those before it and, if it is a folder, what is in it, and nothing else of the package.
 BOTTOM_ROW = (
-    "wrapping",
+    "text_wrapping",
     "errors",
     "signals",
     "left_behind",
@@ -73,10 +73,10 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
-MOST_LINES_OF_AGENT_AND_WORKER = 8330
+MOST_LINES_OF_AGENT_AND_WORKER = 8355
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
 MOST_LINES_OF_TESTS = 20_660
-MOST_LINES_OF_PACKAGE = 27_660
+MOST_LINES_OF_PACKAGE = 27_695
 
 
 def room(path: Path) -> str:

@@ -18,8 +18,8 @@ import torch
 
 from ddp_manual.errors import DataCorrupt, DataDiffers, DataMissing
 from ddp_manual.training import datasets
-from ddp_manual.training.agreement import compare_data, fingerprint
 from ddp_manual.training.data import CACHE_FOLDER, PARTS, Split
+from ddp_manual.training.same_on_all_ranks import compare_data, fingerprint
 from tests.conftest import source
 
 

@@ -12,7 +12,7 @@ import torch
 from ddp_manual import gpus
 from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
-from ddp_manual.worker import device, private_torch
+from ddp_manual.worker import device_and_backend, private_torch
 
 Host = Callable[..., None]
 UUIDS = [f"GPU-{number}6cb44c-6756-fd30-cd4a-1e6da3caf9b0" for number in range(4)]
@@ -115,5 +115,5 @@ def test_the_ranks_of_a_host_share_out_its_cores_with_gpus_too(monkeypatch: pyte
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    assert device.pin(3, kind, 3, 8).type == kind
+    assert device_and_backend.pin(3, kind, 3, 8).type == kind
     assert chosen == [12]

@@ -118,7 +118,7 @@ def test_with_nccl_the_tensors_of_the_cpu_go_over_gloo_and_are_counted_too(start
     # torch's fake backend in the place of NCCL, which opens on a GPU only; it counts nothing of what gloo does either.
     script = """if True:
         import torch, torch.distributed as dist, torch.testing._internal.distributed.fake_pg
-        from ddp_manual.worker.device import for_all_devices
+        from ddp_manual.worker.device_and_backend import for_all_devices
         from ddp_manual.worker.private_torch import open_groups
         both = for_all_devices("nccl")
         dist.init_process_group(both.replace("nccl", "fake"), store=dist.HashStore(), rank=0, world_size=1)

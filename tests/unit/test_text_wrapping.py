@@ -17,7 +17,7 @@ from ddp_manual import terminal
 from ddp_manual.deadline import Waiting
 from ddp_manual.errors import PeerFailed, RankMissing, from_dict
 from ddp_manual.rank_output import RankOutput
-from ddp_manual.wrapping import whole
+from ddp_manual.text_wrapping import whole
 
 COMMAND = "ddp-manual run --world_size 2 --rank 1 --master_addr 10.0.0.1 train.py --lr 0.1"
 
