@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, PackageNotFoundError, version
@@ -26,6 +27,8 @@ from ddp_manual.wire import printable
 
 # A program whose local modules are more is compared by the first of them that its imports lead to.
 MOST_FILES = 2000
+# Of a line that is quoted.
+LONGEST_LINE = 200
 # A hello has 64 KiB. The files of larger programs are combined, folder by folder; of more packages, the first are sent.
 MOST_PARTS = 100
 ALL_FILES = "local modules"
@@ -109,14 +112,14 @@ def check_program(program: Program) -> None:
     try:
         source = main.path.read_bytes()
         if main.path.suffix == ".py":
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), suppress(RecursionError, MemoryError, OverflowError):
                 warnings.simplefilter("ignore")  # the program itself says them
                 compile(source, main.path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise BadOption(
-            f"{program.name} is not valid Python",
-            why="".join(traceback.format_exception_only(error)).rstrip(),
-            next="correct that line",
+            f"{program.name} is not valid Python {sys.version_info[0]}.{sys.version_info[1]}",
+            why="\n".join(line[:LONGEST_LINE] for line in "".join(traceback.format_exception_only(error)).splitlines()),
+            next="correct the file",
         ) from None
     except OSError as error:
         raise BadOption(

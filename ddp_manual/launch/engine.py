@@ -118,7 +118,7 @@ class Launch:
         said = min(ranks, key=lambda error: len(error.why), default=None)
         stopped = Stopped(self.signalled, f"after {took}", next=way_on)
         if said is not None:
-            stopped.what, stopped.why = f"{said.what}, after {took}", said.why
+            stopped.what, stopped.why = f"{said.what}; the run took {took}", said.why
         return stopped
 
 

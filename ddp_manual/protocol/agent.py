@@ -669,6 +669,7 @@ class AgentProtocol:
         if now - self._heard > silent_after(self.run) and passed < 1:
             if isinstance(self.state, states.Closing):  # its work is done, and it needs nobody any more
                 self.enter(states.Alone())
+                self._shell.log("rank 0 is silent; this rank has done its work, and leaves")
                 return
             what = f"has been silent for {now - self._heard:.0f} s"
             why = self._shell.stopped_rank_0(self.run) or (

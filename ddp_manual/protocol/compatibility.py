@@ -216,7 +216,7 @@ def _other_options(info: RankInfo, theirs: Options, own: Options, run: RunInfo) 
             f"ddp-manual {options['command'][0]}" if "command" in options else "a script that calls join()"
             for options in (own, theirs)
         )
-        why = f"rank 0 was started by {way_of_rank_0}, rank {info.rank} by {own_way}"
+        why = f"rank 0 runs {way_of_rank_0}, rank {info.rank} runs {own_way}"
         return ConfigMismatch(f"{info.who} was started in another way than rank 0", why=why, next=next)
     if {"device", "backend"} & set(differing):
         # By default the two hosts chose differently, and would again.

@@ -132,7 +132,8 @@ class CoordinatorProtocol:
             when = "while a lost rank's seat was free" if self.recovery.began else "before all ranks had joined"
             left = f"rank 0 ({self.run.host}, pid {self.run.pid}) left {when}"
             again = self.run.start_again if self.recovery.began else "start all ranks again"
-            next = again if isinstance(error, Stopped) or again in error.next else f"{error.next}\nthen {again}"
+            own = "" if isinstance(error, Stopped) else error.next
+            next = own if "again" in own else "\nthen ".join(filter(None, (own, again)))
             self._refuse_all(MasterLost(left, why=error.what, next=next))
         self.roll_call.end()
         if error is None and self.failure is None:

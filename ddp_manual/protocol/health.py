@@ -83,11 +83,12 @@ class Health:
         known.heard = now
         if beat is None:
             return
-        if known.finished or not beat.collectives:  # its process groups may be closed by now
+        if known.finished:  # its process groups may be closed by now
             beat = replace(beat, collectives={**known.beat.collectives, **beat.collectives})
         if beat.steps != known.beat.steps or not 0 < known.beat.step <= beat.step:  # as in another epoch
             known.counts_since = (beat.step, now) if beat.steps else None
         before, known.beat = known.mark, beat
+        known.begun = beat.collectives or known.begun
         if known.mark != before:
             known.changed, known.inside_since = now, None
         known.inside_since = since(known.inside_since, now) if beat.inside else None
@@ -103,7 +104,8 @@ class Health:
 
     def finish(self, rank: int) -> None:
         """Note that a rank has done its work; it may still wait for other ranks."""
-        self._ranks[rank].finished = True
+        known = self._ranks[rank]
+        known.finished, known.beat = True, replace(known.beat, collectives=known.begun)
         self._at_work.discard(rank)
 
     @property

@@ -231,7 +231,7 @@ class Watch:
             if rank in self._peers:
                 self._peers[rank].left = True
                 # One that was frozen, or cut off, leaves in order too once it hears again.
-                told = messages.Rank0Leaves() if loss.kind is SILENT else messages.RunEnds(verdict)
+                told = messages.Close() if loss.kind is SILENT else messages.RunEnds(verdict)
                 self._peers[rank].connection.send(told)
         elif loss.kind is AWAITED or run.on_loss == LEAVE:
             self.end_the_run(verdict, loss.spared)

@@ -70,6 +70,8 @@ class StopSignals:
         self.passed_on = 0
         """The first signal that has asked the program to stop, which handles it, or 0."""
         self._passed_on_at = 0.0
+        self._heeded_at: float | None = None
+        """When the signal came for which it has stopped with all, as it is on its way out."""
         self._first_at: dict[str, float] = {}
         """Process -> when it has seen its first signal: the agent at once, a program only once Python reacts."""
         self._unreached: Unreached | None = None
@@ -88,6 +90,7 @@ class StopSignals:
     def worker_handles(self, handling: Handling) -> None:
         """Note what the worker does about signals from now on."""
         if self.are_taken and handling is Handling.BY_ITSELF:
+            self._heeded_at = min(self._first_at.values(), default=self._heeded_at)
             self._first_at.clear()  # it has stopped for that
         self._handling = handling
         self._takes_stops |= handling is Handling.WITH_ALL
@@ -142,13 +145,14 @@ class StopSignals:
 
     def _stop_program(self, number: int, again: str, now: float) -> Stopped | None:
         """Let the program handle a signal that asks it to stop; the second one ends the rank."""
-        if not (self.passed_on or self.asked):
+        first_at = self._passed_on_at if self.passed_on else self._heeded_at
+        if first_at is None:
             self.passed_on, self._passed_on_at = number, now
             if number == signal.SIGINT and self._spec.world_size > 1:
                 self._unreached = Unreached()
             self._pass_on(number)
             self._log(f"{asked_by(number)}: the program gets it; a second one ends this rank")
-        elif now - self._passed_on_at > ONCE_WITHIN:
+        elif now - first_at > ONCE_WITHIN:
             return Stopped(number, "at once, by a second signal", why="the program had not ended by itself", next=again)
         return None
 

@@ -19,6 +19,8 @@ class WatchedRank:
     """The step, and when it was said, from which on steps count towards those that there are."""
     inside_since: float | None = None
     """Since when each heartbeat has said that it waits for others (``Beat.inside``); None while it does not."""
+    begun: Mapping[str, int] = field(default_factory=dict)
+    """How many collectives it has begun in the process groups that it had open last."""
     finished: bool = False
     """Whether its work is done: it takes part in no more collectives."""
     left: bool = False

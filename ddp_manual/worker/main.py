@@ -45,7 +45,7 @@ from ddp_manual.worker.world import NO_GROUP, World
 from ddp_manual.world_options import WorldSpec
 
 # What torch.save raises on a full disk.
-_TORCH_CANNOT_WRITE = re.compile(r"inline_container\.cc.*(unexpected pos|file write failed)|iostream error", re.DOTALL)
+_TORCH_CANNOT_WRITE = re.compile(r"inline_container\.cc.*(unexpected pos|file write failed)", re.DOTALL)
 logger = logging.getLogger(__name__)
 
 # Seconds. The agent says within 2.5 s why the run ends, and rank 0 stays for 60 s for ranks that still work.

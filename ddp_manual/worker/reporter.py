@@ -30,7 +30,7 @@ import torch
 from ddp_manual import from_agent, from_worker, left_behind, terminal
 from ddp_manual.messages import Beat
 from ddp_manual.terminal import counted
-from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
+from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
 from ddp_manual.worker.private_torch import (
     collectives_unfinished,
     innermost_frames,
@@ -190,7 +190,11 @@ class Reporter:
                     return
             if data == b"":
                 break
-            for message in self._reader.feed(data or b""):
+            try:
+                messages = [*self._reader.feed(data or b"")]
+            except Unreadable:
+                break
+            for message in messages:
                 with suppress(Exception):  # others follow, and this thread ends the process if the agent is gone
                     self._take(message)
             with suppress(Exception):

@@ -28,6 +28,7 @@ from ddp_manual.run_folder import own_run_dir
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.training.ddp import gather_messages
 from ddp_manual.wire import decode
+from ddp_manual.worker.collective_errors import is_broken_collective
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.world_options import WorldSpec
 
@@ -104,7 +105,9 @@ class World(Place):
         try:
             return self._block.__exit__(*raised)
         except PeerGone as gone:  # what that has broken here, and the frames of this package, say no more
-            raise gone.with_traceback(None) from None
+            own = raised[1]
+            follows = own is None or isinstance(own, DdpManualError) or is_broken_collective(own)
+            raise gone.with_traceback(None) from None if follows else own
 
     def close(self) -> None:
         """Leave in order, together with the other ranks, as at the end of a ``with`` block; the second time do nothing.

@@ -180,6 +180,8 @@ def test_a_rank_that_works_on_alone_does_not_wait_in_vain() -> None:
     health.hear(0, training(7, 8, inside=True), 100.0)
     assert health.waiting_in_vain(102.1, 2.0) == [0]
     assert health.finished_before(0) == [1]
+    health.hear(0, replace(training(7, 0, inside=True), collectives={}), 103.0)  # after destroy_process_group()
+    assert health.waiting_in_vain(200.0, 2.0) == health.finished_before(0) == []
 
 
 def test_ranks_that_are_in_a_backward_pass_from_time_to_time_are_not_stalled() -> None:
