@@ -145,14 +145,14 @@ class StopSignals:
 
     def _stop_program(self, number: int, again: str, now: float) -> Stopped | None:
         """Let the program handle a signal that asks it to stop; the second one ends the rank."""
-        first_at = self._passed_on_at if self.passed_on else self._heeded_at
-        if first_at is None:
+        before = self._passed_on_at if self.passed_on else self._heeded_at
+        if before is None:
             self.passed_on, self._passed_on_at = number, now
             if number == signal.SIGINT and self._spec.world_size > 1:
                 self._unreached = Unreached()
             self._pass_on(number)
             self._log(f"{asked_by(number)}: the program gets it; a second one ends this rank")
-        elif now - first_at > ONCE_WITHIN:
+        elif now - before > ONCE_WITHIN:
             return Stopped(number, "at once, by a second signal", why="the program had not ended by itself", next=again)
         return None
 
