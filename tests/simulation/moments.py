@@ -21,6 +21,7 @@ from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.heartbeats import silent_after
 from ddp_manual.protocol.recovery import SURVIVORS_WITHIN
 from tests.simulation.plan import OF_LINKS, SILENT
+from tests.simulation.virtual_time import EPOCH
 from tests.simulation.worker import AT_WORK, LEFT, Program, SimulatedWorker
 
 if TYPE_CHECKING:
@@ -226,8 +227,15 @@ class Moments:
             # What ends a rank is said to all, and it may be lost once more.
             and not (rank.errors or not rank.runs or rank.leaves)
             and rank.agent is not None
-            and type(rank.agent.protocol.state) in (states.Looking, states.Working)  # not admitted, and lost again
+            and (state := type(rank.agent.protocol.state)) in (states.Looking, states.Working)
+            and not (state is states.Working and self._has_been_with(zero, rank))  # and was lost again
         }
+
+    @staticmethod
+    def _has_been_with(zero: Rank, rank: Rank) -> bool:
+        """Return whether this rank 0 has admitted a rank."""
+        run = rank.agent.protocol.run if rank.agent is not None else None
+        return run is not None and run.since >= EPOCH + zero.typed
 
     def _counts(self, rank: Rank) -> bool:
         """Return whether rank 0 still counts on a process, as far as it can know."""
