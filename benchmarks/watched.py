@@ -34,11 +34,11 @@ def work() -> None:
 
 
 def start(folder: str, options: list[str]) -> None:
-    from ddp_manual.agent import worker_process
+    from ddp_manual.agent import start_worker
     from ddp_manual.cli import main
 
     os.environ[FOLDER] = folder
-    worker_process.PROGRAM = Path(__file__)
+    start_worker.PROGRAM = Path(__file__)
     main(["train", *options])
 
 

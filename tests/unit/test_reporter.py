@@ -16,15 +16,21 @@ from ddp_manual.worker.private_torch import OpenGroups
 from ddp_manual.worker.reporter import Reporter, Whereabouts
 
 
+def first_messages(agents: socket.socket, at_least: int) -> list[from_worker.FromWorker]:
+    agents.settimeout(10)
+    reader = LineReader(from_worker.read)
+    said: list[from_worker.FromWorker] = []
+    while len(said) < at_least:
+        said += reader.feed(agents.recv(1 << 16))
+    return said
+
+
 def test_the_first_message_comes_before_any_heartbeat() -> None:
     """Even if the agent has spoken already, which wakes the thread that sends heartbeats."""
     channel, agents = socket.socketpair()
     agents.sendall(encode_local(from_agent.Save()))
     reporter = Reporter(channel, from_worker.Born(1))
-    reader, said = LineReader(from_worker.read), []
-    while len(said) < 2:
-        said += reader.feed(agents.recv(1 << 16))
-    assert [type(message) for message in said[:2]] == [from_worker.Born, from_worker.Doing]
+    assert [type(message) for message in first_messages(agents, 2)[:2]] == [from_worker.Born, from_worker.Doing]
     assert reporter.wait(from_agent.Save, 5) == from_agent.Save()
     reporter.close()
     agents.close()
@@ -35,12 +41,8 @@ def test_a_heartbeat_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPa
     fails = iter([True])
     monkeypatch.setattr(reporter_module, "open_groups", lambda: OpenGroups({}, {}, 1 / 0 if next(fails, 0) else False))
     channel, agents = socket.socketpair()
-    agents.settimeout(10)
     reporter = Reporter(channel, from_worker.Born(1))
-    reader, said = LineReader(from_worker.read), []
-    while len(said) < 2:
-        said += reader.feed(agents.recv(1 << 16))
-    assert type(said[1]) is from_worker.Doing
+    assert type(first_messages(agents, 2)[1]) is from_worker.Doing
     reporter.close()
     agents.close()
 
@@ -63,14 +65,11 @@ def test_a_rank_whose_gpu_has_collectives_to_complete_waits_for_others(
     monkeypatch.setattr(reporter_module, "collectives_unfinished", lambda: unfinished)
     monkeypatch.setattr(reporter_module, "whereabouts", lambda thread: Whereabouts(syncs=syncs))
     channel, agents = socket.socketpair()
-    agents.settimeout(10)
     reporter = Reporter(channel, from_worker.Born(1))
-    reader, said = LineReader(from_worker.read), []
-    while len(said) < 4:
-        said += reader.feed(agents.recv(1 << 16))
+    said = first_messages(agents, 4)
     reporter.close()
     agents.close()
-    last = [message.beat for message in said[1:] if message.beat is not None][-1]
+    last = [message.beat for message in said if isinstance(message, from_worker.Doing) and message.beat][-1]
     assert last.collectives == {"0": 7} and last.unfinished == (unfinished or 0)
     assert last.inside is inside
 
