@@ -14,8 +14,8 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measuring import free_port, interleave, machine
@@ -69,4 +69,4 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
     arguments = (free_port(), options.repetitions, options.steps)
-    torch.multiprocessing.spawn(measure, arguments, nprocs=2)
+    spawn(measure, arguments, nprocs=2)

@@ -170,7 +170,7 @@ def start(*words: object, place: tuple[str, str], **env: str) -> Terminal:
 
 def provoke(fault: Fault, program: str, seconds: float) -> list[dict[str, Any]]:
     """Provoke a fault; returns for each host what was typed, printed and returned, and after how many seconds."""
-    network = Network(1, HOSTS, ipv4=True, ipv6=False, start=start, rank_command=lambda *_: [])
+    network = Network(1, HOSTS, ipv4=True, ipv6=False)
     typed: list[str] = []
     terminals: list[Terminal] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -184,7 +184,7 @@ def provoke(fault: Fault, program: str, seconds: float) -> list[dict[str, Any]]:
                 time.sleep(fault.pause if terminals else 0)
                 words = words_for(program, fault, command, network.hosts[0].address, moment)
                 typed.append(" ".join(words))
-                terminals.append(host.start(*words))
+                terminals.append(start(*words, place=(host.namespace.name, host.name)))
             zero = moment_of(fault, terminals, moment)
             running = terminals
             while running and time.monotonic() < zero + seconds:

@@ -138,7 +138,7 @@ def computed(sizes: Sequence[int], values: Sequence[float], ranks: int) -> float
     (fewer, more), (low, high) = sizes[-2:], values[-2:]
     power = growth(sizes, values)
     if power > IN_PROPORTION:
-        return high * (ranks / more) ** power
+        return high * float((ranks / more) ** power)
     return max(0.0, high + (high - low) / (more - fewer) * (ranks - more))
 
 

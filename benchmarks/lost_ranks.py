@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import psutil
@@ -37,7 +38,7 @@ class Ranks:
 
     def start(self, rank: int) -> psutil.Popen:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         return psutil.Popen([*self._words, "--rank", str(rank)], env=env, **quiet)
 
     def until_a_step_after(self, done: int) -> None:

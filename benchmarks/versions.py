@@ -19,6 +19,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import psutil
@@ -41,7 +42,7 @@ def train(tree: Path, data_dir: str, ranks: int, options: tuple[str, ...]) -> tu
         ]
         identity = ["--world_size", str(ranks), "--master_port", str(free_port())]
         start = [sys.executable, "run_multi_gpu_train.py", *identity, *run, *options]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         env = {**os.environ, "PYTHONPATH": str(tree)}
         agents = [psutil.Popen([*start, "--rank", str(rank)], cwd=tree, env=env, **quiet) for rank in range(ranks)]
         peak = 0.0

@@ -29,7 +29,7 @@ def work() -> None:
         note.with_suffix(".new").replace(note)
         run(reporter)
 
-    Reporter._run = note_and_run  # type: ignore[method-assign]
+    Reporter._run = note_and_run  # type: ignore[method-assign, assignment]
     runpy.run_path(str(REPOSITORY / "ddp_manual" / "worker"), run_name="__main__")
 
 
