@@ -259,20 +259,14 @@ class Join:
         if self.connection is not None:
             self.connection.send(messages.Probed(key, failures))
 
-    def complete(self, nodes: int, *, forever: bool) -> None:
-        """End the steps of joining: all ranks have joined, on so many hosts.
-
-        Args:
-            forever: whether no rank will join any more.
-        """
+    def complete(self, nodes: int) -> None:
+        """End the steps of joining: all ranks have joined, on so many hosts."""
         assert self._roll_call is not None
         self._waiting.ends()
         self._steps.end(self._roll_call, f"{all_here(self._run.world_size)}, on {counted(nodes, 'host')}")
         if "reachability" not in [step.name for step in self._steps]:
             with self._steps.step("reachability") as step:
                 step.detail = "one host" if nodes == 1 else f"{nodes} hosts, tried by others"
-        if self.probe_server is not None and forever:
-            self.probe_server.close()
         if self._waits_here is not None:
             withdraw(os.getpid())
 

@@ -41,7 +41,6 @@ from ddp_manual.errors import (
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.join_steps import Steps
 from ddp_manual.messages import LastWords, Moment, RankInfo, RunInfo
-from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import SAVE_WITHIN, AgentProtocol, Answered
 from ddp_manual.world_options import WorldSpec
@@ -187,7 +186,7 @@ class Agent:
 
     def take_place(self, placed: messages.Placed) -> None:
         """Tell the worker its place. Rank 0 writes down what was lost."""
-        self._join.complete(nodes=placed.place.nodes, forever=placed.run.on_loss == LEAVE)
+        self._join.complete(nodes=placed.place.nodes)
         coordinator, run_dir = self._join.coordinator, self.protocol.run_dir
         record = coordinator.protocol.record if coordinator is not None else None
         if record is not None and run_dir is not None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import asdict, replace
 
@@ -22,6 +22,7 @@ from ddp_manual.errors import (
 )
 from ddp_manual.messages import LONGEST_TEXT, Beat, LastWords, RankInfo, RunInfo, Verdict
 from ddp_manual.protocol.collectives import rank_words
+from ddp_manual.protocol.reachability import Pair, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED
 from ddp_manual.protocol.stalls import Stall
 from ddp_manual.terminal import as_ranges, counted, in_words
@@ -125,9 +126,18 @@ def lost(
 
 
 def stalled(
-    members: Mapping[int, RankInfo], stall: Stall, beats: Mapping[int, Beat], stacks: Mapping[int, str], again: str
+    members: Mapping[int, RankInfo],
+    stall: Stall,
+    beats: Mapping[int, Beat],
+    stacks: Mapping[int, str],
+    again: str,
+    cut: Sequence[Pair] = (),
 ) -> Verdict:
-    """Make the verdict about ranks that are alive, and do not come to the collective in which the others wait."""
+    """Make the verdict about ranks that are alive, and do not come to the collective in which the others wait.
+
+    Args:
+        cut: the hosts that cannot connect to each other any more.
+    """
     shown = stall.behind[:2] or one_per_place(stall, beats)
     ranks = [*stall.behind, *stall.waiting]
     why = [
@@ -157,7 +167,7 @@ def stalled(
         next = f"repair what the stack shows; work that takes this long while others wait needs {stall.longest.larger}"
     else:
         info = members[stall.waiting[0]]
-        what = f"all ranks have waited in a collective for {stall.seconds:.0f} s, and none is behind"
+        what = f"all ranks have waited in a collective for {stall.seconds:.0f} s"
         next = (
             "a connection between two of them may be cut: ddp-manual check tries them all\n"
             f"or a step takes longer than that, and needs {stall.longest.larger}"
@@ -169,6 +179,12 @@ def stalled(
                 "look at their lines: a collective is for all ranks, so no collective, and no call that contains one "
                 f"(a step, train()), may be below a line such as `if rank == 0`\nor {next}"
             )
+        if cut:
+            apart = unreachable(cut)
+            what, why = f"{what}: {apart.what}", [apart.why, *why]
+            next = "they could when the run began: look at cables, switches and firewalls between these hosts"
+        else:
+            what = f"{what}, and none is behind"
     return verdict_about(info, LastWords.of(PeerStalled(what, why="\n".join(why), next=f"{next}\nthen {again}")))
 
 

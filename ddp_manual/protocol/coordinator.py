@@ -25,7 +25,7 @@ from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeats import heartbeat_period
 from ddp_manual.protocol.lost_ranks import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
-from ddp_manual.protocol.reachability import Pair, Probes, unreachable
+from ddp_manual.protocol.reachability import Pair, unreachable
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.roll_call import Gathering, RollCall, Working
 from ddp_manual.protocol.seat_states import Seat
@@ -429,9 +429,7 @@ class CoordinatorProtocol:
                 self._begin_again({}, back)
         elif isinstance(state, Gathering) and self.roll_call.all_here:
             if state.probes is None:  # while the workers load torch
-                state.probes = Probes(self.roll_call.infos(), self.roll_call.places(), self._now)
-                for rank, request in state.probes.requests():
-                    self._peers[rank].connection.send(request)
+                state.probes = self._watch.probe_network(self._now)
             failing = state.probes.failing(self._now)
             if failing:
                 self._give_up_unreachable(failing)
@@ -573,6 +571,8 @@ class CoordinatorProtocol:
                 if isinstance(state := self.roll_call.state, Gathering) and state.probes is not None:
                     state.probes.take(message.key, message.failures)
                     self._advance()
+                elif self._watch.probes is not None:
+                    self._watch.probes.take(message.key, message.failures)
             case messages.Stopping():  # a pod may be replaced while it saves: the new one must not be refused
                 self.roll_call.stopping.update({rank} if self.roll_call.works or self.recovery.began else ())
                 if self._works(rank):

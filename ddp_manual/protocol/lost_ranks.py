@@ -22,6 +22,7 @@ from ddp_manual.protocol.collectives import Comparison, Look, Seen
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.health import Health
 from ddp_manual.protocol.inquiries import Inquiries, Then
+from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.stalls import Stall
 from ddp_manual.terminal import as_ranges, in_words
@@ -106,6 +107,8 @@ class Watch:
         """The ranks that are lost unless their calls differ, which explains it better and ends the run."""
         self._comparison = Comparison()
         self._said_stall: Stall | None = None
+        self.probes: Probes | None = None
+        """Of the network, while all ranks wait in a collective for longer than most steps take."""
 
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
         self._roll_call.hear(rank, now)
@@ -168,7 +171,10 @@ class Watch:
             ranks = stall.behind[:MOST_NAMED] or one_per_place(stall, beats)
             self.ask_for_stacks(WHERE_ARE_THEY_STUCK, ranks, partial(self._end_because_of_stall, stall), now)
         else:
-            self._say_that_ranks_wait(self._find_stall(now, STALL_LINE))
+            stall = self._find_stall(now, STALL_LINE)
+            self._say_that_ranks_wait(stall, now)
+            if stall is None and WHERE_ARE_THEY_STUCK not in self._inquiries:
+                self.probes = None
 
     def _find_stall(self, now: float, longer_than: float | None = None) -> Stall | None:
         """Find ranks that wait for others, unless a rank is late: what is known of that one is old."""
@@ -186,11 +192,20 @@ class Watch:
             self.send_to_all(line, without=() if only is None else {*self._peers} - {only})
         return ranks[:MOST_LINES]
 
-    def _say_that_ranks_wait(self, stall: Stall | None) -> None:
+    def _say_that_ranks_wait(self, stall: Stall | None, now: float) -> None:
         """Log once that ranks wait for others, which may be what a program means them to do."""
         if stall is not None and self._said_stall is None:
-            self.send_to_all(messages.Line(self._who_waits(stall)))
+            if (cut := self._cut(stall, now)) is None:
+                return
+            self.send_to_all(messages.Line(self._who_waits(stall) + (f"; {unreachable(cut).what}" if cut else "")))
         self._said_stall = stall
+
+    def _cut(self, stall: Stall, now: float) -> Sequence[Pair] | None:
+        """Return which hosts cannot connect to each other, if all ranks wait; None while they still try."""
+        if stall.behind:
+            return ()
+        self.probes = self.probes or self.probe_network(now)
+        return self.probes.failing(now)
 
     def _who_waits(self, stall: Stall) -> str:
         verb = "waits" if len(stall.waiting) == 1 else "wait"
@@ -364,11 +379,12 @@ class Watch:
         # What was heard last may be from before the ranks went on.
         if now_stalled is None or set(now_stalled.behind) - set(stall.behind):
             return
-        if not self._end_because_of_stopped(now, 0):
+        cut = self._cut(now_stalled, now)
+        if cut is not None and not self._end_because_of_stopped(now, 0):
             beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
             infos = {info.rank: info for info in self._roll_call.infos()}
             again = self._roll_call.run.start_again
-            self._lose_unless_mismatch(Loss(stalled(infos, now_stalled, beats, stacks, again), AWAITED), now)
+            self._lose_unless_mismatch(Loss(stalled(infos, now_stalled, beats, stacks, again, cut), AWAITED), now)
 
     def end_the_run(self, verdict: Verdict, spared: Sequence[int] = ()) -> None:
         """Tell all ranks why, except those ``spared``, which have done their work and leave in order."""
@@ -459,7 +475,14 @@ class Watch:
                 self._closing.add(rank)
                 self._peers[rank].connection.send(messages.Close())
 
-    # -- what agents reply -------------------------------------------------------------------------------------------
+    # -- what is asked, and what agents reply ----------------------------------------------------------------------
+
+    def probe_network(self, now: float) -> Probes:
+        """Ask the first rank of each host which others it reaches."""
+        probes = Probes(self._roll_call.infos(), self._roll_call.places(), now)
+        for rank, request in probes.requests():
+            self._peers[rank].connection.send(request)
+        return probes
 
     def ask_for_stacks(self, answers: object, ranks: Iterable[int], then: Then, now: float) -> None:
         """Ask for the stacks of those of these ranks whose agents reply in time."""

@@ -1,6 +1,7 @@
 """Which pairs of hosts could not connect to each other: asked, gathered and told by rank 0.
 
-The agents try it (``agent/reachability.py``) while their workers load torch.
+The agents try it (``agent/reachability.py``) while their workers load torch, and again once all ranks wait in a
+collective and none is behind.
 """
 
 from __future__ import annotations

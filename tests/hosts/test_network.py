@@ -111,6 +111,24 @@ def test_where_an_interface_goes_down_both_sides_end_and_name_the_other(hosts: H
         assert re.match(silent(ranks, 0 if number == 2 else 2), last_error(rank.err)), rank.err
 
 
+def test_a_cut_between_two_hosts_is_named_while_all_wait_in_a_collective(hosts: Hosts) -> None:
+    """Each of the two still reaches rank 0, and gloo would wait for 30 minutes."""
+    three = hosts(3)
+    ranks = [host.start_rank(rank, 3, "--epochs", 1000, "--stall_timeout", 5) for rank, host in enumerate(three)]
+    for rank in ranks:
+        rank.wait_for("process group ready")
+    three[1].nft(f"add rule inet filter input ip saddr {three[2].address} drop")
+    assert codes(*ranks) == [14, 14, 14], ranks[0].err
+    for rank in ranks:
+        error = last_error(rank.err)
+        assert re.match(
+            r"error\[peer-stalled\]: all ranks have waited in a collective for [\d.]+ s: "
+            r"2 of the connections between hosts cannot be made: hostB -> hostC, hostC -> hostB\n",
+            error,
+        )
+        assert "look at cables, switches and firewalls between these hosts" in error
+
+
 def start_kept(on: Host, rank: int, *options: object) -> RankProcess:
     """Start one of three ranks whose seats are kept, and whose programs start again after a loss."""
     return on.start_program(rank, 3, "--on_loss", "wait", "--peer_timeout", 2, *options, program=("sleep", 15))

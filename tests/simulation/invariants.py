@@ -6,9 +6,10 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ddp_manual.agent.reachability import CONNECT_TIMEOUT
 from ddp_manual.errors import PeerLost, TrainingFailed
 from ddp_manual.protocol import states
-from ddp_manual.protocol.roll_call import MOST_NAMED
+from ddp_manual.protocol.reachability import ALL_PAIRS_UP_TO
 from ddp_manual.signals import ONCE_WITHIN
 from tests.simulation.plan import FOR_EVER, RECOVERABLE, SILENT, Fault
 from tests.simulation.rank import Rank
@@ -126,7 +127,7 @@ def check_time(run: Run, struck: float, fault: Fault) -> None:
         within += plan.peer_timeout + 1
     elif fault.kind in ("cut", "cut one way") and fault.seconds == FOR_EVER:
         of_rank_0 = plan.hosts[0] in (plan.hosts[fault.rank], plan.hosts[fault.other])
-        within += plan.peer_timeout + 1 if of_rank_0 else plan.stall_timeout
+        within += plan.peer_timeout + 1 if of_rank_0 else plan.stall_timeout + CONNECT_TIMEOUT
     elif fault.kind == "hang":
         within += plan.stall_timeout + 1.2 * plan.step_seconds
     elif fault.kind == "raise":  # before its next collective
@@ -240,8 +241,8 @@ def names(run: Run, rank: Rank, fault: Fault) -> bool:
     ranks = affected(run, fault)
     hosts = {run.network.hosts[run.plan.hosts[number]].name for number in ranks}
     if fault.kind in ("cut", "cut one way"):
-        # Of many ranks that all wait in one collective, nobody knows between which two the network is cut.
-        is_suspected = len(run.ranks) > MOST_NAMED and "may be cut" in error.next
+        # Of so many hosts that not all pairs are tried, nobody knows between which two the network is cut.
+        is_suspected = len(set(run.plan.hosts)) > ALL_PAIRS_UP_TO and "may be cut" in error.next
         if is_suspected or any(host in text for host in hosts):
             return True
     if error.identifier.startswith("master-") and 0 in ranks:

@@ -73,10 +73,10 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
-MOST_LINES_OF_AGENT_AND_WORKER = 8365
+MOST_LINES_OF_AGENT_AND_WORKER = 8392
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
-MOST_LINES_OF_TESTS = 20_670
-MOST_LINES_OF_PACKAGE = 27_715
+MOST_LINES_OF_TESTS = 20_695
+MOST_LINES_OF_PACKAGE = 27_745
 
 
 def room(path: Path) -> str:
