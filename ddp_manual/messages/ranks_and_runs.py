@@ -156,7 +156,9 @@ class Beat(Checked):
     loss: Number | None = None
     """As a script says it."""
     collectives: Mapping[Name, int] = field(default_factory=dict)
-    """Process group -> how many collectives this rank has begun in it."""
+    """Process group that is open -> how many collectives this rank has begun in it."""
+    closed: Mapping[Name, int] = field(default_factory=dict)
+    """The same of the groups that it has closed last, if they are recorded."""
     timeouts: Mapping[Name, TimeOut] = field(default_factory=dict)
     """Process group -> the seconds after which torch ends a collective in it; "" -> those of all that are left out: the
     shortest."""
@@ -181,6 +183,10 @@ class Beat(Checked):
     def __post_init__(self) -> None:
         if any(len(sent) % 2 for sent in self.calls.values()):
             raise ValueError("chains of collectives are not pairs")
+
+    @property
+    def begun(self) -> Mapping[str, int]:
+        return {**self.closed, **self.collectives}
 
     def timeout_of_wait(self, fewest: Mapping[str, int]) -> float | None:
         """Return the time-out of the process group in which this rank waits if it does; None if that is not known.

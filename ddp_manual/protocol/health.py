@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ddp_manual.messages import Beat, RunInfo
 from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
 from ddp_manual.protocol.stalls import Stall, find_stall
-from ddp_manual.protocol.watched_rank import WatchedRank, by_group, since
+from ddp_manual.protocol.watched_rank import WatchedRank, began_fewer, by_group, since
 
 # A rank is slow if its own work takes this many times the median, for this many seconds.
 SLOW = 1.5
@@ -83,12 +83,11 @@ class Health:
         known.heard = now
         if beat is None:
             return
-        if known.finished:  # its process groups may be closed by now
-            beat = replace(beat, collectives={**known.beat.collectives, **beat.collectives})
+        if known.finished:  # what it closes now makes no difference
+            beat = replace(beat, collectives=known.beat.collectives, closed=known.beat.closed)
         if beat.steps != known.beat.steps or not 0 < known.beat.step <= beat.step:  # as in another epoch
             known.counts_since = (beat.step, now) if beat.steps else None
         before, known.beat = known.mark, beat
-        known.begun = beat.collectives or known.begun
         if known.mark != before:
             known.changed, known.inside_since = now, None
         known.inside_since = since(known.inside_since, now) if beat.inside else None
@@ -104,8 +103,7 @@ class Health:
 
     def finish(self, rank: int) -> None:
         """Note that a rank has done its work; it may still wait for other ranks."""
-        known = self._ranks[rank]
-        known.finished, known.beat = True, replace(known.beat, collectives=known.begun)
+        self._ranks[rank].finished = True
         self._at_work.discard(rank)
 
     @property
@@ -175,19 +173,20 @@ class Health:
     def waiting_in_vain(self, now: float, seconds: float) -> list[int]:
         """Return the ranks that have waited in a collective for so long, if all wait for ranks that have finished."""
         active = {rank: known for rank, known in self._watched() if not known.finished}
-        fewest = by_group((self._ranks[rank].beat for rank in self.finished), min)
+        fewest = by_group((known.over for known in self._ranks), min)
         in_vain = all(
             known.inside_since is not None
             and now - known.inside_since > seconds
-            and known.began_other_than(fewest, int.__gt__)
+            and began_fewer(fewest, known.beat.collectives)
             for known in active.values()
         )
         return list(active) if in_vain else []
 
     def finished_before(self, rank: int) -> list[int]:
-        """Return the finished ranks that began fewer collectives than ``rank`` in a process group that both are in."""
+        """Return the ranks that have finished, or have closed a process group in which ``rank`` has begun more
+        collectives."""
         begun = self._ranks[rank].beat.collectives
-        return [other for other in self.finished if self._ranks[other].began_other_than(begun, int.__lt__)]
+        return [other for other, known in enumerate(self._ranks) if began_fewer(known.over, begun)]
 
     def find_stall(self, now: float, longer_than: float | None = None) -> Stall | None:
         """Find ranks that have waited in a collective for longer than they may, or than ``longer_than`` seconds."""

@@ -271,7 +271,7 @@ class Watch:
         first step of any of them."""
         if self._roll_call.run.resumes:
             return any(self.health.beat(other).step > 0 for other in self._all_ranks)
-        return bool(self.health.beat(rank).collectives)
+        return bool(self.health.beat(rank).begun)
 
     @property
     def is_undecided(self) -> bool:
@@ -361,8 +361,9 @@ class Watch:
     def _end_because_of_finished(self, rank: int, place: str, now: float) -> bool:
         """End the run if ``rank`` is in a collective, at this place, which other ranks do not take part in any more."""
         if early := self.health.finished_before(rank):
+            done = "finished" if {*early} <= {*self.health.finished} else "closed the process group"
             error = PeerLost(
-                f"{in_words(as_ranges(early))} had finished while rank {rank} was still in a collective",
+                f"{in_words(as_ranges(early))} had {done} while rank {rank} was still in a collective",
                 why="a collective needs every rank, and they did not make the same number of calls\n"
                 f"this one was on {place or 'no line of Python'}",
                 next="give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ddp_manual.messages import LEAVING, LongestWait, RunInfo
 from ddp_manual.protocol.heartbeats import heartbeat_period
-from ddp_manual.protocol.watched_rank import WatchedRank, by_group, since
+from ddp_manual.protocol.watched_rank import WatchedRank, began_fewer, by_group, since
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def find_stall(
     # A person in a debugger may take as long as he likes.
     if len(active) < 2 or any(known.beat.debugging for known in active.values()):
         return None
-    fewest = by_group((known.beat for known in active.values()), min)
+    fewest = by_group((known.beat.begun for known in active.values()), min)
     # The heartbeat of a rank, and the look at it, may each be one period late.
     late, longest_wait = 2 * heartbeat_period(run), run.longest_wait
     longest = {rank: longest_wait(known.beat.timeout_of_wait(fewest), late) for rank, known in active.items()}
@@ -56,12 +56,12 @@ def find_stall(
     return_at_once = any(known.beat.return_at_once for known in active.values())
     if return_at_once and len(long) == len(active) and not waiting:
         # No rank makes progress. A rank that has begun more collectives than another waits for it.
-        waiting = [rank for rank in long if active[rank].began_other_than(fewest, int.__gt__)]
+        waiting = [rank for rank in long if began_fewer(fewest, active[rank].beat.collectives)]
     if not waiting:
         return None
     may_wait = min((longest[rank] for rank in waiting), key=lambda one: one.seconds)
-    most = by_group((active[rank].beat for rank in waiting), max)
-    behind = [rank for rank, known in active.items() if known.began_other_than(most, int.__lt__)]
+    most = by_group((active[rank].beat.collectives for rank in waiting), max)
+    behind = [rank for rank, known in active.items() if began_fewer(known.beat.begun, most)]
     # A rank inside a collective has most likely brought what the others need from it, and waits for what they
     # bring: if a connection is cut, some ranks may have completed a collective that others still wait for.
     fewer = [rank for rank in behind if rank in waiting]

@@ -19,8 +19,6 @@ class WatchedRank:
     """The step, and when it was said, from which on steps count towards those that there are."""
     inside_since: float | None = None
     """Since when each heartbeat has said that it waits for others (``Beat.inside``); None while it does not."""
-    begun: Mapping[str, int] = field(default_factory=dict)
-    """How many collectives it has begun in the process groups that it had open last."""
     finished: bool = False
     """Whether its work is done: it takes part in no more collectives."""
     left: bool = False
@@ -40,19 +38,25 @@ class WatchedRank:
         done, left = self.beat.step - step, self.beat.steps - self.beat.step
         return left * (now - at) / done if done > 0 and left > 0 else None
 
-    def began_other_than(self, counts: Mapping[str, int], compare: Callable[[int, int], bool]) -> bool:
-        """Whether it has begun fewer (or more) collectives than these, in any process group that both know."""
-        return any(group in counts and compare(begun, counts[group]) for group, begun in self.beat.collectives.items())
+    @property
+    def over(self) -> Mapping[str, int]:
+        """How many collectives it has begun in the process groups in which it takes part no more."""
+        return self.beat.begun if self.finished else self.beat.closed
+
+
+def began_fewer(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    """Return whether one has begun fewer collectives than the other, in any process group that is in both."""
+    return any(group in other and count < other[group] for group, count in one.items())
 
 
 def since(before: float | None, now: float) -> float:
     return now if before is None else before
 
 
-def by_group(beats: Iterable[Beat], choose: Callable[[int, int], int]) -> dict[str, int]:
+def by_group(begun: Iterable[Mapping[str, int]], choose: Callable[[int, int], int]) -> dict[str, int]:
     """Return the fewest or the most collectives that ranks have begun, by process group."""
     found: dict[str, int] = {}
-    for beat in beats:
-        for group, count in beat.collectives.items():
+    for counts in begun:
+        for group, count in counts.items():
             found[group] = choose(found.get(group, count), count)
     return found

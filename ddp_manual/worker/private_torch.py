@@ -6,7 +6,8 @@ import functools
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
@@ -49,7 +50,7 @@ class OpenGroups(NamedTuple):
 
     begun: dict[str, int]
     """How many collectives this rank has begun in each: torch's own reports name the one that a rank is missing from by
-    this number."""
+    this number. A name that was used before has its count appended."""
     timeouts: dict[str, float]
     """The seconds after which torch ends a collective, where a backend says so."""
     return_at_once: bool
@@ -57,24 +58,47 @@ class OpenGroups(NamedTuple):
     opened its group with both."""
 
 
+_CLOSED_KEPT = 16
+_closed: dict[str, int] = {}
+_opened: Counter[str] = Counter()
+"""How often groups of a name were opened: after ``destroy_process_group()`` torch begins with the same names."""
+
+
 def open_groups() -> OpenGroups:
     """Return what torch knows of its process groups, which has no public names; any thread may ask."""
+    return _known_of(list(distributed_c10d._world.pg_names.items()))
+
+
+def closed_groups() -> dict[str, int]:
+    """Return how many collectives this rank had begun in the groups that were closed last, while all are watched."""
+    return _closed.copy()
+
+
+def _known_of(groups: Iterable[tuple[Any, Any]]) -> OpenGroups:
     begun: dict[str, int] = {}
     timeouts: dict[str, float] = {}
     return_at_once = False
-    for group, name in list(distributed_c10d._world.pg_names.items()):
+    for group, name in groups:
+        key = f"{name}.{_opened[str(name)]}" if _opened[str(name)] > 1 else str(name)
         # A group that this rank does not belong to has no backend, nor has a group that is being destroyed.
         with suppress(AttributeError, RuntimeError):
             # One may serve several devices; of a group with several, torch would give only the number of one.
             for backend in {group._get_backend(device) for device in group._device_types}:
                 with suppress(RuntimeError):  # a backend without numbers
-                    number = int(backend._get_sequence_number_for_group())  # type: ignore[attr-defined]
-                    begun[str(name)] = begun.get(str(name), 0) + number
+                    number = int(backend._get_sequence_number_for_group())
+                    begun[key] = begun.get(key, 0) + number
                     return_at_once |= number > 0 and backend.name().startswith("nccl")
                 with suppress(AttributeError, RuntimeError, ValueError):
                     seconds = backend.options._timeout.total_seconds()
-                    timeouts[str(name)] = min(seconds, timeouts.get(str(name), seconds))
+                    timeouts[key] = min(seconds, timeouts.get(key, seconds))
     return OpenGroups(begun, timeouts, return_at_once)
+
+
+def _close(group: Any, name: Any) -> None:
+    """Keep the final number of collectives of a group that torch is about to forget."""
+    _closed.update(_known_of([(group, name)]).begun)
+    while len(_closed) > _CLOSED_KEPT:
+        del _closed[next(iter(_closed))]
 
 
 _RECORDERS = (("_dump_nccl_trace_json",), ("_dump_fr_trace_json", "nccl2"), ("_dump_fr_trace_json", "nccl"))
@@ -153,18 +177,20 @@ def watch_process_groups(opened: Callable[[Any, str], None], closed: Callable[[A
 
     class Registry(dict[Any, Any]):
         def __setitem__(self, group: Any, name: Any) -> None:
+            _opened[str(name)] += 1
             super().__setitem__(group, name)
             opened(group, str(name))
 
         def __delitem__(self, group: Any) -> None:
+            _close(group, self[group])
             closed(group)
             super().__delitem__(group)
 
         def clear(self) -> None:
-            for group in self:
-                closed(group)
-            super().clear()
+            for group in list(self):
+                del self[group]
 
+    _opened.update({str(name): 1 for name in distributed_c10d._pg_names.values() if str(name) not in _opened})
     for group, name in distributed_c10d._pg_names.items():
         opened(group, str(name))
     distributed_c10d._pg_names = Registry(distributed_c10d._pg_names)

@@ -31,11 +31,7 @@ from ddp_manual import from_agent, from_worker, left_behind, terminal
 from ddp_manual.messages import Beat
 from ddp_manual.terminal import counted
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
-from ddp_manual.worker.private_torch import (
-    collectives_unfinished,
-    innermost_frames,
-    open_groups,
-)
+from ddp_manual.worker.private_torch import closed_groups, collectives_unfinished, innermost_frames, open_groups
 from ddp_manual.worker.stopping import Stops
 
 # Seconds.
@@ -132,6 +128,7 @@ class Reporter:
         )
         beat = self.progress.beat(
             collectives=groups.begun,
+            closed=closed_groups(),
             timeouts=groups.timeouts,
             unfinished=unfinished or 0,
             return_at_once=groups.return_at_once,

@@ -173,15 +173,27 @@ def test_a_rank_that_is_stopped_again_has_the_full_time_again() -> None:
 def test_a_rank_that_works_on_alone_does_not_wait_in_vain() -> None:
     """A backward pass counts as a place where it may wait: only a collective that the others never begin is in vain."""
     health = health_of(training(7, 7, inside=True), training(7, 7))
-    health.hear(1, replace(training(7, 0), collectives={}), 0.2)  # after destroy_process_group()
+    closed = replace(training(7, 0), collectives={}, closed={"0": 9})  # since the heartbeat before
+    health.hear(1, closed, 0.2)
     health.finish(1)
-    health.hear(1, replace(training(7, 0), collectives={}), 0.5)  # its process group is closed by now
-    assert health.waiting_in_vain(100.0, 2.0) == []
-    health.hear(0, training(7, 8, inside=True), 100.0)
+    health.hear(0, training(7, 9, inside=True), 1.0)
+    assert health.waiting_in_vain(100.0, 2.0) == health.finished_before(0) == []
+    health.hear(0, training(7, 10, inside=True), 100.0)
     assert health.waiting_in_vain(102.1, 2.0) == [0]
     assert health.finished_before(0) == [1]
-    health.hear(0, replace(training(7, 0, inside=True), collectives={}), 103.0)  # after destroy_process_group()
+    health.hear(
+        0, replace(closed, closed={"0": 10}, inside=True), 103.0
+    )  # nor can it wait in a group that it has closed
     assert health.waiting_in_vain(200.0, 2.0) == health.finished_before(0) == []
+
+
+def test_a_rank_that_has_closed_its_group_too_early_is_found_while_it_works_alone() -> None:
+    health = health_of(training(7, 7, inside=True), training(7, 7))
+    health.hear(1, replace(training(7, 0), collectives={}, closed={"0": 6}), 0.2)
+    assert health.finished_before(0) == [1]
+    assert health.finished == []
+    stall = health.find_stall(1000.0)
+    assert stall is not None and stall.behind == [1]
 
 
 def test_ranks_that_are_in_a_backward_pass_from_time_to_time_are_not_stalled() -> None:

@@ -270,6 +270,59 @@ WAITS = """
 """
 
 
+OPENS_AGAIN = """
+    import threading
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank, x = dist.get_rank(), torch.ones(4)
+    for _ in range(3000):  # more than a heartbeat says in time
+        dist.all_reduce(x)
+    dist.destroy_process_group()
+    if rank:  # two go on, and torch gives their group the same name
+        dist.init_process_group("gloo", init_method="file://{store}", rank=rank - 1, world_size=2)
+        for _ in range(3010):
+            dist.all_reduce(x)
+        if rank == 2:
+            late = torch.futures.Future()
+            threading.Timer(4, late.set_result, [1]).start()
+            late.wait()  # as in a collective, or in a long backward pass
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_has_made_all_its_calls_may_end_while_others_open_a_group_and_wait(
+    start: Start, tmp_path: Path, port: int
+) -> None:
+    script = write(tmp_path, "again.py", OPENS_AGAIN.format(store=tmp_path / "store"))
+    command = [*DDP_MANUAL, "launch", "--nproc", 3, "--master_port", port, script]
+    launched = start(*command, cwd=tmp_path)
+    assert launched.wait() == 0, launched.err
+
+
+def test_a_rank_that_has_closed_its_group_too_early_is_named_and_not_the_one_whose_collective_breaks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    script = write(
+        tmp_path,
+        "early.py",
+        """
+        import time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        for _ in range(10 + dist.get_rank()):
+            dist.all_reduce(torch.ones(4))
+        dist.destroy_process_group()
+        time.sleep(60)
+        """,
+    )
+    two = ranks(script)
+    assert [rank.wait(30) for rank in two] == [14, 14]
+    for rank in two:
+        error = rank.err.partition("error[peer-lost]: ")[2]
+        assert error.startswith("rank 0 had closed the process group while rank 1 was still in a collective\n")
+        assert "rank 0 began last the 10th of the default group" in error
+
+
 def test_ctrl_c_reaches_the_script_and_ends_the_run_in_seconds(ranks: Ranks, tmp_path: Path) -> None:
     processes = ranks(write(tmp_path, "waits.py", WAITS))
     for process in processes:
