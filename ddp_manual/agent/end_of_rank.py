@@ -131,7 +131,7 @@ def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run:
     with suppress(DdpManualError, OSError):
         paths.run_dir.mkdir(parents=True, exist_ok=True)
         failure = paths.failure(rank)
-        if holds_another_run(run_dir, run.run_id) and (paths.failures() or paths.summary.exists()):
+        if holds_another_run(run_dir, run.run_id):
             failure = paths.of_another_attempt(failure)
         else:
             paths.set_failures_aside(rank)

@@ -8,6 +8,7 @@ it; this file has what they do together. ``agent/coordinator.py`` reads and writ
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -132,9 +133,8 @@ class CoordinatorProtocol:
             when = "while a lost rank's seat was free" if self.recovery.began else "before all ranks had joined"
             left = f"rank 0 ({self.run.host}, pid {self.run.pid}) left {when}"
             again = self.run.start_again if self.recovery.began else "start all ranks again"
-            own = "" if isinstance(error, Stopped) else error.next
-            next = own if "again" in own else "\nthen ".join(filter(None, (own, again)))
-            self._refuse_all(MasterLost(left, why=error.what, next=next))
+            own = "" if isinstance(error, Stopped) else re.sub(r"(\W+then |^)start all ranks again$", "", error.next)
+            self._refuse_all(MasterLost(left, why=error.what, next="\nthen ".join(filter(None, (own, again)))))
         self.roll_call.end()
         if error is None and self.failure is None:
             for rank in self.others_still_here:
