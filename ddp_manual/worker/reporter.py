@@ -188,12 +188,11 @@ class Reporter:
             if data == b"":
                 break
             try:
-                messages = [*self._reader.feed(data or b"")]
+                for message in self._reader.feed(data or b""):
+                    with suppress(Exception):  # others follow, and this thread ends the process if the agent is gone
+                        self._take(message)
             except Unreadable:
                 break
-            for message in messages:
-                with suppress(Exception):  # others follow, and this thread ends the process if the agent is gone
-                    self._take(message)
             with suppress(Exception):
                 self._look()
         if not self.over:

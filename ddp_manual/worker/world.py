@@ -106,7 +106,7 @@ class World(Place):
             return self._block.__exit__(*raised)
         except PeerGone as gone:  # what that has broken here, and the frames of this package, say no more
             own = raised[1]
-            follows = own is None or isinstance(own, DdpManualError) or is_broken_collective(own)
+            follows = not isinstance(own, Exception) or isinstance(own, DdpManualError) or is_broken_collective(own)
             raise gone.with_traceback(None) from None if follows else own
 
     def close(self) -> None:
