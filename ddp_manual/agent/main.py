@@ -241,6 +241,9 @@ class Agent:
                 self._join.take_news(message)
             case messages.Refused():
                 self.fail(self._join.refusal(message))
+            case messages.Line():
+                if not self.task.another_speaks:
+                    self.log(message.text)
             case messages.AskStacks():
                 self._ending.in_background(self._send_stacks())
             case messages.AskRecords():

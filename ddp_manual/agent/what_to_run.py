@@ -46,8 +46,8 @@ class Task:
     """The arguments of the program that may differ between ranks."""
     launched: str | None = None
     """The command that resumes the run, if ``launch`` has started the ranks."""
-    waits_silently: bool = False
-    """Whether another rank says in the same terminal which ranks are missing."""
+    another_speaks: bool = False
+    """Whether another rank says in the same terminal what all ranks are told, such as which are missing."""
     searches_silently: bool = False
     """Whether another rank of this host says in the same terminal why rank 0 is not found."""
     wait_until_ready: bool = False

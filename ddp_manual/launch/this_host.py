@@ -180,7 +180,7 @@ class Ranks:
         speaker = 0 if self.hosts.by_ssh else first  # with ssh the ranks of all hosts share one terminal
         agent = Agent(
             own,
-            dataclasses.replace(task, waits_silently=rank != speaker, searches_silently=rank != first),
+            dataclasses.replace(task, another_speaks=rank != speaker, searches_silently=rank != first),
             start_worker=lambda held: self.starter.start(rank, world_size, held, output),
             log=lambda line: output.print(f"{terminal.tag(rank)} {line}", shown=not self._passes_on),
             print_error=lambda error: self.print_error(rank, error, output),

@@ -45,7 +45,7 @@ LEAVE_TIMEOUT = 60.0
 SAVE_WITHIN = 30.0
 # Seconds after which a process that did not run was stopped, and not only slow.
 A_PAUSE = 5.0
-Answered = messages.AskStacks | messages.AskRecords | messages.Probe | messages.News | messages.Refused
+Answered = messages.AskStacks | messages.AskRecords | messages.Probe | messages.News | messages.Refused | messages.Line
 # Collectives, before which a program that holds its state has held it once, or has asked for what is held.
 HOLDS_BEFORE = 20
 
@@ -228,12 +228,10 @@ class AgentProtocol:
             case messages.News():
                 if isinstance(self.state, states.Waiting):
                     self._shell.answer(message)
-            case messages.Probe() | messages.Refused():
+            case messages.Probe() | messages.Refused() | messages.Line():
                 self._shell.answer(message)
             case messages.Placed():
                 self._take_place(message)
-            case messages.Line():
-                self._shell.log(message.text)
             case messages.RunEnds():
                 self._take_verdict(message.verdict)
             case messages.Replace() if not isinstance(self.state, states.Left):
@@ -651,7 +649,8 @@ class AgentProtocol:
         match self.signals.look(self._shell.worker.beat, now):
             case str(unreached):
                 self._shell.log(unreached)
-                self.send(messages.Tell(unreached))
+                if self.run is not None and not self.run.launched:  # otherwise all ranks share a terminal, and Ctrl-C
+                    self.send(messages.Tell(unreached))
             case Stopped() as error:
                 error.next = self.again
                 self._end_at_once(error)
