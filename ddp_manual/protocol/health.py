@@ -90,6 +90,8 @@ class Health:
         before, known.beat = known.mark, beat
         if known.mark != before:
             known.changed, known.inside_since = now, None
+        if not beat.inside and now - since(known.inside_since, now) > 2 * heartbeat_period(self._run):
+            known.went_on = now
         known.inside_since = since(known.inside_since, now) if beat.inside else None
         known.stopped_since = since(known.stopped_since, now) if beat.stopped else None
         if "debugging" in known.named and not beat.debugging:

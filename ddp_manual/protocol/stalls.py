@@ -68,7 +68,7 @@ def find_stall(
     behind = [rank for rank in behind if rank not in waiting]
     if not behind:
         behind = [rank for rank, known in active.items() if not known.beat.inside]
-        if behind and all(now - active[rank].changed <= late for rank in behind):
+        if behind and all(now - max(active[rank].changed, active[rank].went_on) <= late for rank in behind):
             return None  # they have just gone on, and the others, of which less is heard yet, will have too
     if set(behind) >= set(waiting):  # as with NCCL, where the program waits on a line of its own
         usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]

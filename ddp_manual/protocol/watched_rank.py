@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ class WatchedRank:
     """The step, and when it was said, from which on steps count towards those that there are."""
     inside_since: float | None = None
     """Since when each heartbeat has said that it waits for others (``Beat.inside``); None while it does not."""
+    went_on: float = -math.inf
+    """When it last came out of a collective in which it had waited for more than two heartbeats."""
     finished: bool = False
     """Whether its work is done: it takes part in no more collectives."""
     left: bool = False

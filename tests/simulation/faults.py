@@ -157,6 +157,7 @@ class Faults:
                 rank.process.go_on()
                 if rank.program is not None and "host" in fault.kind:
                     rank.program.go_on()
+                self._run.moments.hears(rank)
 
         if fault.seconds < FOR_EVER:
             self._run.loop.call_later(fault.seconds, thaw, context=EMPTY)
