@@ -124,8 +124,10 @@ class Run:
             program.later(0.0, partial(program.die, -signal.SIGKILL))
 
     def newest_moment(self, group: Group) -> Moment | None:
-        """Return the newest moment that a living holder has."""
-        ranks = {rank for rank in group.opened_by if rank.runs} | {*self.moments.living_holders()}
+        """Return the newest moment that a living holder has; one that comes while all stop is not waited for."""
+        ranks = {rank for rank in group.opened_by if rank.runs}
+        if not any(rank.signals for rank in self.ranks):
+            ranks |= {*self.moments.living_holders()}
         return max((rank.held.moment for rank in ranks if rank.held and rank.held.moment), default=None)
 
     def check_beginning(self, program: Program, step: int) -> None:
