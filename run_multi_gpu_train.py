@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from ddp_manual.cli import main as ddp_manual
+from ddp_manual.cli.main import main as ddp_manual
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ from ddp_manual.messages import (
     WorkerReady,
     read_from_rank_0,
 )
-from ddp_manual.protocol.heartbeats import heartbeat_period
+from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.wire import LONGEST_ANSWER

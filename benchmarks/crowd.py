@@ -51,7 +51,7 @@ from ddp_manual.messages import (
     StacksReply,
     read_from_rank_0,
 )
-from ddp_manual.protocol.heartbeats import heartbeat_period
+from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.wire import encode
 

@@ -25,7 +25,7 @@ import click
 from benchmarks.coordinator_process import Tell, hosted, talking_to
 from benchmarks.measuring import machine
 from benchmarks.simulated_ranks import Order, allow_many_connections, run_info
-from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
+from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
 
 COMPUTED_FOR = (16_384, 100_000)
 # An exponent of growth above this is not a straight line.

@@ -43,7 +43,7 @@ from ddp_manual.messages import (
     WorkerReady,
     read_from_rank_0,
 )
-from ddp_manual.protocol.heartbeats import heartbeat_period
+from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.wire import encode, reader_of

@@ -35,7 +35,7 @@ def work() -> None:
 
 def start(folder: str, options: list[str]) -> None:
     from ddp_manual.agent import start_worker
-    from ddp_manual.cli import main
+    from ddp_manual.cli.main import main
 
     os.environ[FOLDER] = folder
     start_worker.PROGRAM = Path(__file__)

@@ -1,6 +1,6 @@
 """``python -m ddp_manual`` is the ``ddp-manual`` command."""
 
-from ddp_manual.cli import main
+from ddp_manual.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ddp_manual.environment import from_variables, torchrun, user_variables
+from ddp_manual.environment import launcher_variables, torchrun, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.on_rank_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.option_fields import Options, number_below, option, option_fields
@@ -157,17 +157,18 @@ class WorldSpec(Options):
         typed = {name: value for name, value in flags.items() if value is not None}
         by_hand = not is_rank or "rank" in typed
         variables = user_variables.variables()
-        of_hand = partial(from_variables.read, from_variables.TORCHRUN)
-        found = (of_hand if by_hand else from_variables.of_started_rank)(variables)
-        values, sources = from_variables.with_flags(found, typed)
-        if "world_size" not in values and "rank" in found and found["rank"].source != from_variables.TORCHRUN["rank"]:
-            raise from_variables.nobody_says_of_how_many(found["rank"])
+        of_hand = partial(launcher_variables.read, launcher_variables.TORCHRUN)
+        found = (of_hand if by_hand else launcher_variables.of_started_rank)(variables)
+        values, sources = launcher_variables.with_flags(found, typed)
+        rank = found.get("rank")
+        if "world_size" not in values and rank is not None and rank.source != launcher_variables.TORCHRUN["rank"]:
+            raise launcher_variables.nobody_says_of_how_many(rank)
         is_elsewhere = "master_addr" not in values and values.get("world_size", 1) > 1
         typed_rank = is_rank and by_hand
-        if is_elsewhere and not typed_rank and (first := from_variables.first_pod()) is not None:
+        if is_elsewhere and not typed_rank and (first := launcher_variables.first_pod()) is not None:
             values["master_addr"], sources["master_addr"] = first.value, f"from {first.source}"
         if not by_hand and "master_addr" not in typed:
-            from_variables.check_rank_0_is_found(variables)
+            launcher_variables.check_rank_0_is_found(variables)
         return cls(**values, sources=sources)
 
     def of_script(self) -> WorldSpec:
@@ -203,7 +204,7 @@ class WorldSpec(Options):
     @property
     def started_by(self) -> str | None:
         """The launcher to type in front of a rank's own command, such as mpirun; None if a person starts ranks."""
-        starter = from_variables.starter_of(self.source("rank").removeprefix("from "))
+        starter = launcher_variables.starter_of(self.source("rank").removeprefix("from "))
         return None if starter == "torchrun" and not self.agent_store else starter
 
     @property
@@ -212,7 +213,7 @@ class WorldSpec(Options):
         srun is killed."""
         if self.started_by in (None, "srun"):
             return None
-        return from_variables.process_that_set(self.source("rank").removeprefix("from "))
+        return launcher_variables.process_that_set(self.source("rank").removeprefix("from "))
 
     @property
     def alone(self) -> bool:

@@ -13,7 +13,7 @@ import psutil
 
 from ddp_manual.agent.find_rank_0 import look_at, probe
 from ddp_manual.agent.network_interface import family, interface_addresses, own_address
-from ddp_manual.environment import from_variables, machine, user_variables
+from ddp_manual.environment import launcher_variables, machine, user_variables
 from ddp_manual.errors import (
     AddressNotLocal,
     BadOption,
@@ -39,7 +39,7 @@ def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:
     Raises:
         LoopbackMaster: all addresses are loopback, and a launcher's variables tell of several hosts.
     """
-    several_hosts = from_variables.several_hosts(spec.world_size)
+    several_hosts = launcher_variables.several_hosts(spec.world_size)
     if several_hosts is None or not all(map(is_loopback, addresses)):
         return
     mine = own_address()

@@ -16,7 +16,8 @@ from typing import Any
 
 from ddp_manual import left_behind
 from ddp_manual.agent.worker_process import LOOK_EVERY, Worker
-from ddp_manual.environment import command_line, variables_for_a_rank
+from ddp_manual.environment import variables_for_a_rank
+from ddp_manual.environment.start_python import start_python
 from ddp_manual.errors import DdpManualError, not_installed
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.program import EXECUTABLE, Program
@@ -75,7 +76,7 @@ class Starter:
         runs = [f"runs={self._program.name}", f"kind={self._program.kind}"]
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True} if self._nproc else {}
         with variables_for_a_rank.clean_variables(self._nproc) if self._nproc else nullcontext():
-            return command_line.start_python(PROGRAM, descriptors, [*who, *runs], **{**options, **streams})
+            return start_python(PROGRAM, descriptors, [*who, *runs], **{**options, **streams})
 
 
 class Forker(Starter):

@@ -21,7 +21,7 @@ from ddp_manual.cli.option_decorators import (
 )
 from ddp_manual.cli.ranks import train
 from ddp_manual.cli.stdout import print_result
-from ddp_manual.environment import from_variables, machine, user_variables
+from ddp_manual.environment import launcher_variables, machine, user_variables
 from ddp_manual.launch import host_list
 from ddp_manual.program import Program
 from ddp_manual.training.options import TrainConfig
@@ -140,12 +140,12 @@ def _place(flags: dict[str, Any], *, by_ssh: bool) -> tuple[dict[str, Any], dict
     has started this process for a whole node; and where each comes from."""
     typed = {name: flags[name] for name in ("nproc", "nnodes", "node_rank") if flags[name] is not None}
     typed |= given(WorldSpec, flags)
-    node = from_variables.of_node(user_variables.variables()) if "nnodes" not in typed and not by_ssh else {}
-    place, sources = from_variables.with_flags(node, typed)
+    node = launcher_variables.of_node(user_variables.variables()) if "nnodes" not in typed and not by_ssh else {}
+    place, sources = launcher_variables.with_flags(node, typed)
     if node:
         terminal.say(", ".join(f"{name} {place[name]} ({sources[name]})" for name in node))
         if "master_addr" not in typed:
-            from_variables.check_rank_0_is_found(user_variables.variables())
+            launcher_variables.check_rank_0_is_found(user_variables.variables())
     all_ranks, nnodes = flags["num_processes"], place.get("nnodes", 1)
     if "nproc" not in place and all_ranks is not None and all_ranks % nnodes == 0:  # as accelerate counts
         place["nproc"] = str(all_ranks // nnodes)
@@ -206,9 +206,9 @@ def _check_hosts_options(flags: dict[str, Any]) -> None:
 @click.command(hidden=True)
 def hosted() -> int:
     """Start the ranks of this host for ``launch --hosts`` on another one, which ssh connects to this process."""
-    from ddp_manual.launch import remote_host
+    from ddp_manual.launch.hosted import serve
 
-    return remote_host.serve()
+    return serve()
 
 
 @click.command(

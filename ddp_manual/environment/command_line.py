@@ -1,25 +1,19 @@
-"""What was typed to start this process, and the Python that it starts itself."""
+"""What was typed to start this process."""
 
 from __future__ import annotations
 
-import getopt
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-from ddp_manual import left_behind, signals
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import click
 
 LONGEST_SHEBANG = 4096
-# Of ``python``, as getopt has them.
-PYTHON_OPTIONS = "bBc:dEhiIm:OPqRsSuvVW:xX:?"
 
 
 def program_file() -> Path | None:
@@ -78,62 +72,3 @@ def _parsed(words: Sequence[str], names: Sequence[str]) -> click.Context:
     command = click.Command("", params=options, add_help_option=False)
     how: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True, "resilient_parsing": True}
     return command.make_context("", [*words], token_normalize_func=lambda name: name.replace("-", "_"), **how)
-
-
-def start_python(
-    program: Path, descriptors: Sequence[int], who: Sequence[str] = (), *, is_worker: bool = True, **options: Any
-) -> subprocess.Popen[bytes]:
-    """Start a program of this package, which inherits ``descriptors``. Its arguments are their numbers, our pid and
-    ``who``.
-
-    It starts with signals blocked until it can handle them.
-
-    Args:
-        is_worker: whether the user's program will run in it, as this process was told to run Python, and with what it
-            has inherited.
-    """
-    flags, inherited = (python_flags(), _inherited_descriptors()) if is_worker else ([], [])
-    command = [sys.executable, *flags, str(program), *map(str, descriptors), str(os.getpid()), *who]
-    # torch's C++ log is quiet, since our own log lines are clearer; what a worker starts is known by the mark.
-    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, left_behind.MARK: str(os.getpid())}
-    with signals.block_in_children():
-        return subprocess.Popen(command, pass_fds=[*descriptors, *inherited], env=environment, **options)
-
-
-def python_flags() -> list[str]:
-    """Return the flags of this Python that a program of the user's is to have too: -O, -W, -X and -u."""
-    flags: list[str] = []
-    with suppress(getopt.GetoptError):
-        for flag, value in getopt.getopt(sys.orig_argv[1:], PYTHON_OPTIONS)[0]:
-            if flag in ("-c", "-m"):  # what follows is the program's
-                break
-            flags += [f"{flag}{value}"] if flag in ("-O", "-W", "-X", "-u") else []
-    return flags
-
-
-def _inherited_descriptors() -> list[int]:
-    """Return what this process was given open besides its three streams, as a shell does for ``<(command)``: Python
-    leaves no descriptor of its own to children."""
-    found = []
-    with suppress(OSError):
-        for number in map(int, os.listdir("/dev/fd")):
-            with suppress(OSError):  # that of the listing
-                if number > 2 and os.get_inheritable(number):
-                    found.append(number)
-    return found
-
-
-def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable[int]) -> NoReturn:
-    """Become what ``start_python`` has made of this program, with other descriptors; whoever watches this process sees
-    the same one.
-
-    Args:
-        descriptors: those that are inherited.
-        ignored: what ``signals.ignored_at_start`` has returned.
-    """
-    who = [word for word in sys.argv[1:] if "=" in word]
-    with signals.block_in_children():
-        signals.handle_as_any_program(ignored)
-        os.execv(
-            sys.executable, [sys.executable, *python_flags(), sys.argv[0], *map(str, descriptors), str(parent), *who]
-        )

@@ -1,4 +1,4 @@
-"""Where the tasks of a step of Slurm meet, as far as their variables tell; their ranks are read in ``from_variables``.
+"""Where the tasks of a step of Slurm meet, as far as their variables tell; ``launcher_variables`` reads their ranks.
 
 Rank 0 is on the first host of SLURM_STEP_NODELIST, except where the user has chosen another order: that list is sorted.
 With --distribution=arbitrary, and in a heterogeneous job, no variable tells the order. This was seen with Slurm 22.05.

@@ -19,7 +19,7 @@ INTERFACES_VARIABLE = "DDP_MANUAL_INTERFACES"
 
 
 def variables() -> Mapping[str, str]:
-    """Return the variables of this process, by which ``from_variables`` knows who has started it."""
+    """Return the variables of this process, by which ``launcher_variables`` knows who has started it."""
     return os.environ
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_manual.environment import user_variables
-from ddp_manual.environment.from_variables import TORCHRUN
+from ddp_manual.environment.launcher_variables import TORCHRUN
 
 if TYPE_CHECKING:
     from ddp_manual.messages import Placed

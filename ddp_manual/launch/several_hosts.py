@@ -1,6 +1,6 @@
 """``launch --hosts``: the ranks of several hosts from one terminal, by way of the system's ssh, one session a host.
 
-No rank is started before every host is ready. What to run goes to ``launch/remote_host.py`` on each host over standard
+No rank is started before every host is ready. What to run goes to ``launch/hosted.py`` on each host over standard
 input, never on a command line; when that connection ends, however it ends, the ranks of the host end too. With
 ``--on_loss wait`` or ``shrink`` the other ranks go on then, and the host gets another session.
 """

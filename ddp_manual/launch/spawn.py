@@ -16,7 +16,8 @@ from types import FunctionType
 from typing import Any
 
 from ddp_manual import signals
-from ddp_manual.environment import command_line, from_variables
+from ddp_manual.environment import launcher_variables
+from ddp_manual.environment.start_python import start_python
 from ddp_manual.errors import BadOption, PeerLost, signal_name
 from ddp_manual.launch.function import Call, name_of
 from ddp_manual.option_fields import option_fields
@@ -66,7 +67,7 @@ def _launch(call: Call) -> None:
         PeerLost: it was killed.
     """
     word = f"folder={call.folder}"
-    starting = command_line.start_python(Path(__file__).parent, [], [word], stdin=PIPE, start_new_session=True)
+    starting = start_python(Path(__file__).parent, [], [word], stdin=PIPE, start_new_session=True)
     with starting as launcher, signals.handle_instead(launcher.send_signal):
         status = launcher.wait()
     if status:
@@ -113,7 +114,7 @@ def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) ->
         what = f"nprocs {nprocs!r} is not a number of ranks"
         why = "spawn starts that many processes, each of them one rank"
         next = "give a whole number of at least 1; torch.cuda.device_count() starts a rank per GPU"
-    elif (launched := from_variables.launched_as()) is not None:
+    elif (launched := launcher_variables.launched_as()) is not None:
         what = f"spawn was called in a script that a launcher has started as one of several ranks: {launched}"
         why = f"each of them would start {nprocs} ranks of its own, and they would not train together"
         next = (

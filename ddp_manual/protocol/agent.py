@@ -29,7 +29,7 @@ from ddp_manual.messages import (
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import causes_of_loss, states
 from ddp_manual.protocol.health import Silence
-from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
+from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
 from ddp_manual.protocol.stop_signals import Handling, StopSignals
 from ddp_manual.wire import printable
 from ddp_manual.world_options import WorldSpec

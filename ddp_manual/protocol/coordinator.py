@@ -23,7 +23,7 @@ from ddp_manual.protocol import causes_of_loss
 from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
-from ddp_manual.protocol.heartbeats import heartbeat_period
+from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.lost_ranks import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, unreachable

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ddp_manual.messages import Beat, RunInfo
-from ddp_manual.protocol.heartbeats import heartbeat_period, silent_after
+from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
 from ddp_manual.protocol.stalls import Stall, find_stall
 from ddp_manual.protocol.watched_rank import WatchedRank, began_fewer, by_group, since
 

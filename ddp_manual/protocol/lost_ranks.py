@@ -1,7 +1,7 @@
 """Rank 0 watches the ranks that have joined: from heartbeats and last words it decides when a rank is lost or to blame.
 
 Nothing here waits: what is heard, a tick and the time come in; an ``Inquiry`` says what the replies of agents decide.
-``causes_of_loss.py`` has the words.
+``causes_of_loss.py`` has most of the words.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ddp_manual.environment.from_variables import TORCHRUN
+from ddp_manual.environment.launcher_variables import TORCHRUN
 from ddp_manual.program import HIDDEN, without_secrets
 from ddp_manual.wire import LONGEST_NAME, printable
 

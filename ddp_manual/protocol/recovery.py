@@ -18,7 +18,7 @@ from ddp_manual.held_memory import Moment
 from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.on_rank_loss import SHRINK
 from ddp_manual.protocol.causes_of_loss import verdict_about
-from ddp_manual.protocol.heartbeats import silent_after
+from ddp_manual.protocol.heartbeat_times import silent_after
 from ddp_manual.terminal import as_ranges, counted, in_words
 from ddp_manual.text_wrapping import whole
 

@@ -20,7 +20,7 @@ from ddp_manual.errors import DdpManualError
 from ddp_manual.messages import News, Place, RankInfo, Ready, RunInfo
 from ddp_manual.protocol import admission
 from ddp_manual.protocol.compatibility import SAID_ALIKE, more_ranks_than_gpus, shared_gpu, unlike_when_ready
-from ddp_manual.protocol.heartbeats import silent_after
+from ddp_manual.protocol.heartbeat_times import silent_after
 from ddp_manual.protocol.local_ranks import assign_places
 from ddp_manual.protocol.reachability import Probes
 from ddp_manual.protocol.seat_states import BEGUN_ANEW, GIVEN_UP, LEFT_OUT, LOADED, TAKEN, Seat

@@ -27,7 +27,7 @@ WITHOUT_COLON = r"[^\W\d]\w*(\.[^\W\d]\w*)+"
 # What Python calls the program that runs; the second in a process that multiprocessing has started.
 MAIN = ("__main__", "__mp_main__")
 # Where one of these is loaded, the arguments of this process are those of our own command line.
-OUR_COMMAND_LINE = {"ddp_manual.cli", "ddp_manual.training.program"}
+OUR_COMMAND_LINE = {"ddp_manual.cli.main", "ddp_manual.training.program"}
 PACKAGE = Path(__file__).resolve().parents[1]
 GUARD = 'put that below a line: if __name__ == "__main__":'
 

@@ -23,7 +23,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
 
 from ddp_manual import signals, terminal
-from ddp_manual.environment import command_line, variables_for_a_rank
+from ddp_manual.environment import variables_for_a_rank
+from ddp_manual.environment.start_python import become_new_python
 from ddp_manual.program import EXECUTABLE
 
 
@@ -97,7 +98,7 @@ if __name__ == "__main__":
         if sys.modules["torch"].cuda._is_in_bad_fork():
             if not before:
                 terminal.say("an import has begun CUDA, which no fork can use: the ranks here start as new processes")
-            command_line.become_new_python((channel, faults, held), parent, ignored)
+            become_new_python((channel, faults, held), parent, ignored)
     else:
         channel, faults, held = descriptors
     script.main(channel, ignored, held)

@@ -22,6 +22,7 @@ from typing import Any
 
 from ddp_manual import signals, terminal
 from ddp_manual.environment import command_line, torchrun, user_variables
+from ddp_manual.environment.start_python import start_python
 from ddp_manual.errors import BadOption, DdpManualError
 from ddp_manual.from_agent import Start
 from ddp_manual.from_worker import Attach
@@ -129,7 +130,7 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, undo: ExitStack) -> Repor
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     with theirs:
-        agent = command_line.start_python(AGENT, [theirs.fileno(), reading], is_worker=False, stdin=subprocess.DEVNULL)
+        agent = start_python(AGENT, [theirs.fileno(), reading], is_worker=False, stdin=subprocess.DEVNULL)
     os.close(reading)
     undo.callback(os.close, writing)
     undo.callback(signals.write_no_stacks, was_enabled=faulthandler.is_enabled())

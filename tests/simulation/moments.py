@@ -18,7 +18,7 @@ from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import LEAVE_TIMEOUT, AgentProtocol
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
-from ddp_manual.protocol.heartbeats import silent_after
+from ddp_manual.protocol.heartbeat_times import silent_after
 from ddp_manual.protocol.recovery import SURVIVORS_WITHIN
 from tests.simulation.plan import OF_LINKS, SILENT
 from tests.simulation.virtual_time import EPOCH

@@ -27,7 +27,7 @@ from ddp_manual.agent import (
     worker_process,
 )
 from ddp_manual.agent.connection import Connection
-from ddp_manual.environment import command_line, from_variables, machine, torchrun, user_variables
+from ddp_manual.environment import command_line, launcher_variables, machine, torchrun, user_variables
 from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse
 from ddp_manual.launch import this_host
 from ddp_manual.protocol import admission
@@ -180,7 +180,7 @@ def patched(run: Run) -> Iterator[None]:
             },
         ),
         (user_variables, {"token": lambda file: token(detail("", ""))}),
-        (from_variables, {"several_hosts": lambda world_size: None}),
+        (launcher_variables, {"several_hosts": lambda world_size: None}),
         (command_line, {"typed_command": lambda: (["ddp-manual"], ["train"])}),
         (torchrun, {"store_at": lambda address, port: False, "restart_count": lambda: 0}),
         (

@@ -73,10 +73,10 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
-MOST_LINES_OF_AGENT_AND_WORKER = 8392
+MOST_LINES_OF_AGENT_AND_WORKER = 8413
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
-MOST_LINES_OF_TESTS = 20_695
-MOST_LINES_OF_PACKAGE = 27_745
+MOST_LINES_OF_TESTS = 20_765
+MOST_LINES_OF_PACKAGE = 27_805
 
 
 def room(path: Path) -> str:
@@ -131,7 +131,7 @@ def test_imports_point_down_only(path: Path) -> None:
     ("pattern", "home"),
     [
         (r"os\.environ|os\.getenv", "environment"),
-        (r"sys\.exit\(", "cli/__init__.py"),
+        (r"sys\.exit\(", "cli/main.py"),
         (r"os\._exit\(", "worker/reporter.py"),
         (r"distributed_c10d\._|sys\._|torch\._[a-zA-Z]|\b_C\b", "worker/private_torch.py"),
         (r"\bpickle\b|weights_only=False", "nowhere"),
@@ -240,7 +240,8 @@ def _parts(node: ast.expr) -> list[ast.expr]:
 
 def test_the_command_line_needs_no_torch() -> None:
     script = (
-        "import sys, ddp_manual.cli, ddp_manual.launch.this_host, ddp_manual.agent.__main__, ddp_manual.agent.by_hand\n"
+        "import sys, ddp_manual.cli.main, ddp_manual.launch.this_host\n"
+        "import ddp_manual.agent.__main__, ddp_manual.agent.by_hand\n"
         "import ddp_manual.tools.check, ddp_manual.tools.status, ddp_manual.tools.checkpoints, ddp_manual.tools.runs\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_manual import cli, run_folder
+from ddp_manual import run_folder
 from ddp_manual.agent.by_hand import training_task
+from ddp_manual.cli import main as cli
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, DiskFull
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools.checkpoints import list_checkpoints

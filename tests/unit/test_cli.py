@@ -11,8 +11,9 @@ from unittest import mock
 
 import pytest
 
-from ddp_manual import cli, terminal
+from ddp_manual import terminal
 from ddp_manual.agent.end_of_rank import Ended
+from ddp_manual.cli import main as cli
 from ddp_manual.environment import command_line
 from tests.conftest import log_to_root
 
@@ -171,7 +172,8 @@ def test_a_signal_before_there_is_a_run_is_one_line(
 
 SIGNALLED_AFTER_ITS_ERROR = """
 import asyncio, os, signal, sys
-from ddp_manual import cli, errors, signals, terminal
+from ddp_manual import errors, signals, terminal
+from ddp_manual.cli import main as cli
 
 async def agent():
     with signals.handle_in_event_loop(lambda number: None):

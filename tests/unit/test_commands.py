@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_manual import cli
+from ddp_manual.cli import main as cli
 from ddp_manual.environment import command_line
 
 Output = pytest.CaptureFixture[str]

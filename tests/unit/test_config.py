@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ddp_manual import cli
 from ddp_manual.agent.by_hand import program_task
 from ddp_manual.agent.to_type import rank_command
+from ddp_manual.cli import main as cli
 from ddp_manual.errors import BadOption
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.run_folder import RunPaths

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddp_manual import cli
+from ddp_manual.cli import main as cli
 from ddp_manual.training import checkpoint_files, models
 from ddp_manual.training.options import TrainConfig
 

@@ -16,8 +16,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from ddp_manual import WorldSpec, cli, errors
+from ddp_manual import WorldSpec, errors
 from ddp_manual.agent.to_type import rank_command
+from ddp_manual.cli import main as cli
 from ddp_manual.environment import kubernetes, user_variables
 from ddp_manual.environment.rank_0 import Sourced
 from ddp_manual.protocol.agent import LEAVE_TIMEOUT, SAVE_WITHIN

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ddp_manual import TrainConfig, WorldSpec, cli, errors
+from ddp_manual import TrainConfig, WorldSpec, errors
 from ddp_manual.agent.end_of_rank import leave_failure
+from ddp_manual.cli import main as cli
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.engine import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_manual import WorldSpec
-from ddp_manual.environment.from_variables import check_rank_0_is_found, of_rank
+from ddp_manual.environment.launcher_variables import check_rank_0_is_found, of_rank
 from ddp_manual.environment.rank_0 import FIRST_JOB_PORT, JOB_PORTS
 from ddp_manual.errors import BadOption
 from tests.unit import launcher_environments as recorded
@@ -87,7 +87,7 @@ def test_ranks_of_mpich_on_several_hosts_ask_for_rank_0s_address_unless_it_was_t
 
 def test_the_launcher_is_the_nearest_process_that_was_started_without_the_ranks_variable() -> None:
     """This Python takes mpirun's place: a program of that name would be a shell's script, and the shell the process."""
-    asks = "from ddp_manual.environment import from_variables as it; print(it.process_that_set('OMPI_COMM_WORLD_RANK'))"
+    asks = "import ddp_manual.environment.launcher_variables as it; print(it.process_that_set('OMPI_COMM_WORLD_RANK'))"
     shell = f'"{sys.executable}" -c "{asks}"; exit'  # a shell in between, as of a job's script
     assert WorldSpec.from_environment(world_size=2, rank=0).launcher_pid is None
 

@@ -111,12 +111,12 @@ def test_a_module_that_parses_arguments_sees_those_of_a_script_and_not_those_of_
     write("parsing", f"import argparse\n{parse}arguments = parser.parse_args()\nclass Net: ...\n")
     monkeypatch.setattr(sys, "argv", ["program", "--width", "7"])
     with monkeypatch.context() as ours:
-        ours.setitem(sys.modules, "ddp_manual.cli", ModuleType("cli"))
+        ours.setitem(sys.modules, "ddp_manual.cli.main", ModuleType("cli"))
         with pytest.raises(BadOption, match="--model parsing:Net cannot be imported"):
             own_code.factory("model", "parsing:Net")
     assert "error: the following arguments are required: --width" in capsys.readouterr().err
     assert sys.argv == ["program", "--width", "7"]
-    monkeypatch.delitem(sys.modules, "ddp_manual.cli", raising=False)
+    monkeypatch.delitem(sys.modules, "ddp_manual.cli.main", raising=False)
     own_code.factory("model", "parsing:Net")
     assert sys.modules["parsing"].arguments.width == "7"
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 import pytest
 
-from ddp_manual import TrainConfig, WorldSpec, cli, errors
+from ddp_manual import TrainConfig, WorldSpec, errors
+from ddp_manual.cli import main as cli
 from ddp_manual.cli.option_decorators import given
 
 REPOSITORY = Path(__file__).resolve().parents[2]

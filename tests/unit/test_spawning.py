@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddp_manual import TrainConfig, WorldSpec, join, spawn
 from ddp_manual import train as train_here
-from ddp_manual.environment import from_variables
+from ddp_manual.environment import launcher_variables
 from ddp_manual.errors import EVERY_ERROR, BadOption, Stopped
 from ddp_manual.worker.main import as_ours
 from tests.conftest import Start
@@ -67,15 +67,15 @@ def test_an_error_keeps_its_text_and_exit_code_when_it_is_copied_to_another_proc
 
 
 def test_ranks_of_a_launcher_may_not_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in from_variables.TORCHRUN.values():
+    for name in launcher_variables.TORCHRUN.values():
         monkeypatch.setenv(name, "")  # put back at the end of the test
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert from_variables.launched_as() is None
+    assert launcher_variables.launched_as() is None
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(BadOption, match="as one of several ranks: RANK=1, WORLD_SIZE=2"):
         spawn(train, 2)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert from_variables.launched_as() is None
+    assert launcher_variables.launched_as() is None
 
 
 def test_a_process_group_opened_twice_is_refused_with_advice_to_leave_it_to_join() -> None:

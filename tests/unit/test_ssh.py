@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_manual import cli, signals
+from ddp_manual import signals
+from ddp_manual.cli import main as cli
 from ddp_manual.environment import command_line, machine, user_variables, variables_for_a_rank
 from ddp_manual.launch import several_hosts
 from ddp_manual.launch.session_messages import Order, read_from_launcher

@@ -18,7 +18,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ddp_manual import cli, join
+from ddp_manual import join
+from ddp_manual.cli import main as cli
 from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.errors import BadOption, DiskFull, StopSignal
 from ddp_manual.run_folder import RunPaths
