@@ -176,6 +176,12 @@ class NotCompared(Message):
     why: str
 
 
+class StartsProcesses(Message):
+    """The program starts so many processes with torch.multiprocessing."""
+
+    count: int
+
+
 class ProgramBegins(Message):
     """The worker becomes the program, which handles its signals itself; sent just before its first line."""
 
@@ -280,8 +286,8 @@ class Noticed(Message):
 
 
 FromWorker = (
-    Born | Attach | Loaded | Doing | RecordsMemory | GroupUsed | NotCompared | ProgramBegins | Replaced | Joins
-    | TakesStops | TakesNoStops | TakesSignals | Signalled | StepsDone | RunFolder | Holds | Finished | Failed | Left
+    Born | Attach | Loaded | Doing | RecordsMemory | GroupUsed | NotCompared | StartsProcesses | ProgramBegins | Replaced
+    | Joins | TakesStops | TakesNoStops | TakesSignals | Signalled | StepsDone | RunFolder | Holds | Finished | Failed | Left
     | Result | IsQuiet | IsSaving | MayEnd | Noticed
 )  # fmt: skip
 

@@ -170,6 +170,8 @@ class Beat(Checked):
     inside: bool = False
     """Whether the training thread is in a collective, or in a backward pass, which may contain one, or waits for a GPU
     that has collectives to complete."""
+    opening: bool = False
+    """Whether it is opening a process group, for which torch waits for other ranks."""
     place: Name = ""
     """The line of the user's program that is running."""
     debugging: bool = False

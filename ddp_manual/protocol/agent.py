@@ -346,6 +346,9 @@ class AgentProtocol:
             case from_worker.NotCompared():
                 why = f"the collectives of this rank are not compared with those of others: {message.why}"
                 self._shell.log(why)
+            case from_worker.StartsProcesses(count):
+                how = f"starts processes of its own ({count}, torch.multiprocessing): they are no ranks"
+                self._shell.log(f"{self._name} {how}, and nothing watches over them; ddp_manual.spawn starts ranks")
             case from_worker.Replaced() if self._spec.rank == 0 and self._spec.world_size > 1:
                 self.work.is_replaced = True
                 self._shell.log(f"{causes_of_loss.STORE_REPLACED}; {causes_of_loss.WITHOUT_PYTHON}")

@@ -25,6 +25,8 @@ LATE_AFTER_BEATS = 2.5
 # last seconds before that nothing is said.
 NAMED_AFTER = 10.0
 GIVEN_UP_SOON = 2.0
+# Seconds for which all ranks that are left may be in the call that opens a process group.
+OPENS_WITHIN = 15.0
 # Seconds per step. A smaller difference is noise, as where a step takes less than a millisecond.
 SLOW_BY_AT_LEAST = 0.002
 
@@ -173,16 +175,18 @@ class Health:
         return None
 
     def waiting_in_vain(self, now: float, seconds: float) -> list[int]:
-        """Return the ranks that have waited in a collective for so long, if all wait for ranks that have finished."""
+        """Return the ranks that have waited in a collective for so long, if all wait for ranks that have finished; or
+        longer in another call of torch, for which it is not known whom they wait for."""
         active = {rank: known for rank, known in self._watched() if not known.finished}
         fewest = by_group((known.over for known in self._ranks), min)
-        in_vain = all(
-            known.inside_since is not None
-            and now - known.inside_since > seconds
-            and began_fewer(fewest, known.beat.collectives)
-            for known in active.values()
-        )
-        return list(active) if in_vain else []
+
+        def in_vain(known: WatchedRank) -> bool:
+            waited = now - since(known.inside_since, now)
+            if began_fewer(fewest, known.beat.collectives):
+                return waited > seconds
+            return bool(self.finished) and waited > (OPENS_WITHIN if known.beat.opening else self._run.stall_timeout)
+
+        return list(active) if all(map(in_vain, active.values())) else []
 
     def finished_before(self, rank: int) -> list[int]:
         """Return the ranks that have finished, or have closed a process group in which ``rank`` has begun more
@@ -221,7 +225,7 @@ class Health:
         return [
             {
                 "rank": rank,
-                "phase": _describe(known.beat),
+                "phase": "finished" if known.finished else _describe(known.beat),
                 "epoch": known.beat.epoch,
                 "step": known.beat.step,
                 "steps": known.beat.steps,

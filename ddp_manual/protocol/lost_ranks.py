@@ -133,7 +133,9 @@ class Watch:
     def _judge(self, broken: Broken, now: float) -> None:
         """Blame ranks that finished early, a stopped or a silent rank, or the rank itself whose collective broke."""
         rank = broken.verdict.rank
-        if self._end_because_of_finished(rank, broken.place, now) or self._end_because_of_stopped(now, 0):
+        if early := self.health.finished_before(rank):
+            self._end_because_of_finished(rank, early, broken.place, now)
+        elif self._end_because_of_stopped(now, 0):
             pass
         elif (late := self.health.late(now)) is not None:
             self._lose_silent(*late, why=[f"a collective of rank {rank} has broken meanwhile"])
@@ -165,7 +167,8 @@ class Watch:
         if DO_CALLS_DIFFER not in self._inquiries and (lagging := self._comparison.lagging(now)) is not None:
             self._look_at_records(now, lagging)
         if vain := health.waiting_in_vain(now, IN_VAIN):
-            self._end_because_of_finished(vain[0], health.beat(vain[0]).place, now)
+            early = health.finished_before(vain[0]) or health.finished
+            self._end_because_of_finished(vain[0], early, health.beat(vain[0]).place, now)
         elif WHERE_ARE_THEY_STUCK not in self._inquiries and (stall := self._find_stall(now)) is not None:
             beats = {rank: health.beat(rank) for rank in stall.waiting}
             ranks = stall.behind[:MOST_NAMED] or one_per_place(stall, beats)
@@ -358,21 +361,23 @@ class Watch:
         verdict = lost_rank(info, what, why=why, next=f"{next}\nthen {self._roll_call.run.start_again}")
         self._lose(Loss(verdict, kind))
 
-    def _end_because_of_finished(self, rank: int, place: str, now: float) -> bool:
-        """End the run if ``rank`` is in a collective, at this place, which other ranks do not take part in any more."""
-        if early := self.health.finished_before(rank):
-            done = "finished" if {*early} <= {*self.health.finished} else "closed the process group"
-            error = PeerLost(
-                f"{in_words(as_ranges(early))} had {done} while rank {rank} was still in a collective",
-                why="a collective needs every rank, and they did not make the same number of calls\n"
-                f"this one was on {place or 'no line of Python'}",
-                next="give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for "
-                "less\nand call no collective, nor what contains one (a step, train()), on one rank alone, as below "
-                "`if rank == 0`",
-            )
-            verdict = verdict_about(self._info(rank), LastWords.of(error))
-            self._lose_unless_mismatch(Loss(verdict, AWAITED, spared=self.health.finished), now)
-        return bool(early)
+    def _end_because_of_finished(self, rank: int, early: Sequence[int], place: str, now: float) -> None:
+        """End the run: ``rank`` is in a call of torch, at this place, in which ``early`` do not take part any more."""
+        done = "finished" if {*early} <= {*self.health.finished} else "closed the process group"
+        call = "the call that opens a process group" if self.health.beat(rank).opening else "a collective"
+        opens = "have every rank call init_process_group() and new_group(), also for groups that it is not in"
+        error = PeerLost(
+            f"{in_words(as_ranges(early))} had {done} while rank {rank} was still in {call}",
+            why=f"{call} needs every rank, and they did not make the same number of calls\n"
+            f"this one was on {place or 'no line of Python'}",
+            next=opens
+            if self.health.beat(rank).opening
+            else "give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for "
+            "less\nand call no collective, nor what contains one (a step, train()), on one rank alone, as below "
+            "`if rank == 0`",
+        )
+        verdict = verdict_about(self._info(rank), LastWords.of(error))
+        self._lose_unless_mismatch(Loss(verdict, AWAITED, spared=self.health.finished), now)
 
     def _end_because_of_stall(self, stall: Stall, stacks: Mapping[int, str], now: float) -> None:
         """End the run with the stacks of the ranks that are stuck, unless they have gone on in the meantime."""

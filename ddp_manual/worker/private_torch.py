@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from ddp_manual import gpus
 from ddp_manual.environment import machine
+from ddp_manual.environment.variables_for_a_rank import changed
 
 T = TypeVar("T")
 
@@ -43,6 +45,35 @@ def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 def set_timeout(timeout: timedelta) -> None:
     """Set the time-out of the default process group: public since torch 2.14, private before."""
     (getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout)
+
+
+def let_programs_meet_by_themselves(starts: Callable[[int], None]) -> None:
+    """Let ranks whose program sets MASTER_ADDR or MASTER_PORT itself, and processes that it starts with
+    torch.multiprocessing, meet as without a launcher; torch would take all of them for clients of a launcher's store.
+
+    Args:
+        starts: called when the program starts so many processes.
+    """
+    set_here = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    without_launcher = {"TORCHELASTIC_USE_AGENT_STORE": None}
+    handlers, spawning = sys.modules["torch.distributed.rendezvous"], sys.modules["torch.multiprocessing.spawn"]
+    meet: Callable[..., Iterator[Any]] = handlers._rendezvous_handlers["env"]
+    start: Callable[..., Any] = spawning.start_processes
+
+    def meet_by_itself(*given: Any, **named: Any) -> Iterator[Any]:
+        is_own = any(os.environ.get(name) != value for name, value in set_here.items())
+        with changed(without_launcher if is_own else {}):
+            met = next(meet(*given, **named))
+        yield met
+
+    def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *given: Any, **named: Any) -> Any:
+        starts(nprocs)
+        with changed(without_launcher):
+            return start(fn, args, nprocs, *given, **named)
+
+    handlers._rendezvous_handlers["env"] = meet_by_itself
+    for module in (spawning, torch.multiprocessing):
+        setattr(module, "start_processes", start_processes)  # noqa: B010 - mypy knows neither name
 
 
 class OpenGroups(NamedTuple):

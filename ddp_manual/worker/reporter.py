@@ -31,7 +31,13 @@ from ddp_manual import from_agent, from_worker, left_behind, terminal
 from ddp_manual.messages import Beat
 from ddp_manual.terminal import counted
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
-from ddp_manual.worker.private_torch import closed_groups, collectives_unfinished, innermost_frames, open_groups
+from ddp_manual.worker.private_torch import (
+    CODE_OF_COLLECTIVES,
+    closed_groups,
+    collectives_unfinished,
+    innermost_frames,
+    open_groups,
+)
 from ddp_manual.worker.stopping import Stops
 
 # Seconds.
@@ -49,6 +55,7 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _IN_TORCH = tuple(os.path.join(_TORCH, *parts, "") for parts in (("distributed",), ("autograd",), ("nn", "parallel")))
 # Methods in C that wait for the device: a collective of NCCL returns at once, and its result is waited for here. The
 # method ``wait`` is that of a collective begun with async_op.
+_OPEN = ("init_process_group", "new_group", "split_group")
 _SYNCS = ("item", "tolist", "cpu", "to", "synchronize", "_cuda_synchronize")
 _PROMPTS = {("cmd.py", "cmdloop"), ("debugger.py", "cmdloop"), ("code.py", "interact"), ("embed.py", "interact")}
 _DEBUGGERS = ("cmd.py", "pdb.py", "bdb.py", "debugger.py", "code.py", "embed.py")
@@ -134,6 +141,7 @@ class Reporter:
             return_at_once=groups.return_at_once,
             # With gloo such a method waits for this rank's own GPU, or for nobody.
             inside=where.inside or (where.syncs and groups.return_at_once if unfinished is None else unfinished > 0),
+            opening=where.opening,
             place=where.place,
             debugging=where.debugging,
         )
@@ -236,6 +244,8 @@ class Whereabouts(NamedTuple):
     """``file.py:12 in function`` of the innermost frame that is not a library's; "" without such a frame."""
     debugging: bool = False
     """Whether a debugger waits for input."""
+    opening: bool = False
+    """Whether it opens a process group."""
 
 
 def whereabouts(thread: int) -> Whereabouts:
@@ -250,7 +260,8 @@ def whereabouts(thread: int) -> Whereabouts:
             return Whereabouts(place=_own_line([*below] or frames[-1:]), debugging=True)
     in_torch = innermost.f_code.co_filename.startswith(_IN_TORCH)
     called = _calls(innermost.f_code).get(innermost.f_lasti)
-    return Whereabouts(in_torch or called == "wait", called in _SYNCS, _own_line(frames))
+    opening = any(f.f_code.co_name in _OPEN and f.f_code.co_filename == CODE_OF_COLLECTIVES for f in frames)
+    return Whereabouts(in_torch or called == "wait", called in _SYNCS, _own_line(frames), opening=opening)
 
 
 def _own_line(frames: Sequence[FrameType]) -> str:

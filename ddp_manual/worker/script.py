@@ -73,6 +73,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         reporter.progress.phase = RUNNING
         reporter.send_beat()
         record_collectives(rank.spec, reporter.send)
+        private_torch.let_programs_meet_by_themselves(lambda count: reporter.send(from_worker.StartsProcesses(count)))
         # Registered before the program registers any, so that these are called after them.
         atexit.register(gc.unfreeze)  # what a fork has frozen; otherwise libraries report it as leaked
         atexit.register(_leave, rank, os.getpid())

@@ -270,6 +270,58 @@ WAITS = """
 """
 
 
+TUTORIAL = """
+    import os, sys
+    import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+    def work(rank, world_size):
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "{port}"
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print("ranks:", int(total), flush=True)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            work(int(os.environ["RANK"]), 2)
+        else:
+            mp.spawn(work, args=(2,), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tutorial_that_chooses_where_its_ranks_meet_works_as_without_a_launcher(
+    start: Start, tmp_path: Path, port: int, ranks: int
+) -> None:
+    """torch would wait at that port for a store of the launcher's."""
+    script = write(tmp_path, "tutorial.py", TUTORIAL.format(port=port))
+    launched = start(*DDP_MANUAL, "launch", "--nproc", ranks, script, cwd=tmp_path)
+    assert launched.wait() == 0, launched.err
+    assert launched.out.count("ranks: 2") == 2
+    own = "starts processes of its own (2, torch.multiprocessing): they are no ranks"
+    assert launched.err.count(own) == (ranks == 1)
+
+
+def test_a_rank_that_opens_a_process_group_beside_one_that_has_finished_is_told_so(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    script = write(
+        tmp_path,
+        "alone.py",
+        """
+        import os, torch.distributed as dist
+        if os.environ["RANK"] == "0":
+            dist.init_process_group("gloo")
+        """,
+    )
+    waits, done = ranks(script)
+    assert done.wait() == 0
+    assert waits.wait(60) == 14
+    said = "rank 1 had finished while rank 0 was still in the call that opens a process group\n"
+    assert waits.err.partition("error[peer-lost]: ")[2].startswith(said), waits.err
+
+
 OPENS_AGAIN = """
     import threading
     import torch, torch.distributed as dist

@@ -135,6 +135,6 @@ def test_a_script_whose_ranks_would_start_ranks_is_told_what_it_lacks(start: Sta
     script = tmp_path / "script.py"
     script.write_text("import ddp_manual\ndef train(world): pass\nddp_manual.spawn(train, 1)\n")
     unguarded = start(sys.executable, script)
-    assert unguarded.wait(20) == 1
+    assert unguarded.wait() == 1
     assert unguarded.err.count("BadOption: importing script.py calls spawn") == 1
     assert 'put that below a line: if __name__ == "__main__":' in unguarded.err
