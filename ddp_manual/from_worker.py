@@ -286,9 +286,9 @@ class Noticed(Message):
 
 
 FromWorker = (
-    Born | Attach | Loaded | Doing | RecordsMemory | GroupUsed | NotCompared | StartsProcesses | ProgramBegins | Replaced
-    | Joins | TakesStops | TakesNoStops | TakesSignals | Signalled | StepsDone | RunFolder | Holds | Finished | Failed | Left
-    | Result | IsQuiet | IsSaving | MayEnd | Noticed
+    Born | Attach | Loaded | Doing | RecordsMemory | GroupUsed | NotCompared | StartsProcesses | ProgramBegins
+    | Replaced | Joins | TakesStops | TakesNoStops | TakesSignals | Signalled | StepsDone | RunFolder | Holds
+    | Finished | Failed | Left | Result | IsQuiet | IsSaving | MayEnd | Noticed
 )  # fmt: skip
 
 read: Read[FromWorker] = local_reader_of(FromWorker)

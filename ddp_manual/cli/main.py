@@ -121,9 +121,10 @@ def _of_click(error: click.ClickException) -> errors.BadOption:
     next = whole(f"{shlex.join(command)} --help")
     if isinstance(error, click.NoSuchOption):
         why = "the command has no such option"
-        if context is not None and "program" in [parameter.name for parameter in context.command.params]:
-            name = error.option_name
-            next += f"\nor put {name} after the script, if it is one of the script's"
+        has = {parameter.name for parameter in context.command.params} if context is not None else set[str | None]()
+        if has & {"program", "script"}:
+            next += f"\nor put {error.option_name} after the script, if it is one of the script's"
+        if "program" in has:
             next += "\nor after a --, if it is one of the built-in training"
         form = {"run": "SCRIPT", "train": "-- OPTIONS"}.get(str(context.info_name if context is not None else ""))
         if form is not None and any(error.option_name in option.opts for option in launch.params):

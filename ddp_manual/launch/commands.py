@@ -12,6 +12,8 @@ from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.launch.host_list import LOCAL, Host
 from ddp_manual.program import Program
+from ddp_manual.terminal import stdout_width
+from ddp_manual.text_wrapping import wrapped
 from ddp_manual.world_options import WorldSpec
 
 # The setting of Linux from which the kernel takes the ports of probes, of torch's store, of gloo and of NCCL.
@@ -79,6 +81,7 @@ def text(found: dict[str, Any], program: Program | None) -> str:
         port = f"port {found['master_port']} of {found['master_addr']}"
         lines.append(f"# Alike on each host: {', '.join(found['alike'])}.")
         lines.append(f"# Open between the hosts: {port}, and on each the ports of {FREE_PORTS}.")
+    lines = [wrapped(line, stdout_width(), margin="# ") for line in lines]
     for host, ranks in by_host:
         lines += ["", f"# {host}", *(rank["command"] for rank in ranks)]
     return "\n".join(lines)

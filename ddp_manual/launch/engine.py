@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ddp_manual import signals
 from ddp_manual.agent.to_type import status_command
-from ddp_manual.errors import DdpManualError, PeerGone, Stopped, TrainingFailed
+from ddp_manual.errors import DdpManualError, DiskFull, PeerGone, RunFilesError, Stopped, TrainingFailed
 from ddp_manual.launch.job import Job
 from ddp_manual.terminal import duration, say
 from ddp_manual.text_wrapping import whole
@@ -108,7 +108,8 @@ class Launch:
         first = "the run has ended" if error.exit_code == PeerGone.exit_code else f"rank {rank} failed first"
         why = "" if sys.stderr.isatty() else f": {in_short(error)}"  # whoever opens a file looks at its end
         say(f"{first}, with exit code {error.exit_code}, after {took}{why}")
-        if has_saved or may_be_fixed(error):
+        its_files = error.exit_code == RunFilesError.exit_code and error.identifier != DiskFull.identifier
+        if (has_saved or may_be_fixed(error)) and not its_files:  # of which the error has said what to do
             say(f"to {'go on from the newest checkpoint' if has_saved else 'start again'}:\n{whole(self.job.go_on)}")
         return error.exit_code
 

@@ -10,7 +10,7 @@ from typing import Any
 from ddp_manual.errors import BadOption
 from ddp_manual.option_fields import option_fields
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.terminal import columns
+from ddp_manual.terminal import columns, stdout_width
 from ddp_manual.tools.recorded_run import RecordedRun, read_run
 from ddp_manual.training.options import TrainConfig
 
@@ -98,7 +98,7 @@ def text(compared: Mapping[str, Any]) -> str:
         values = [of_runs.get(name, "-") for name in rows[0][1:]]
         rows.append([option, *("default" if value is None else str(value) for value in values)])
     first_width, *widths = (max(map(len, column)) + 2 for column in zip(*rows, strict=True))
-    runs_per_table = max(1, (WIDEST_TABLE - first_width) // max(widths))
+    runs_per_table = max(1, ((stdout_width() or WIDEST_TABLE) - first_width) // max(widths))
     lines: list[str] = []
     for first in range(1, len(rows[0]), runs_per_table):
         table = columns([[row[0], *row[first : first + runs_per_table]] for row in rows])

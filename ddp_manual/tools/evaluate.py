@@ -19,7 +19,8 @@ from torch import nn
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, writing
 from ddp_manual.option_fields import as_flags
 from ddp_manual.run_folder import PredictionPaths, RunPaths
-from ddp_manual.terminal import columns, counted
+from ddp_manual.terminal import columns, counted, stdout_width
+from ddp_manual.text_wrapping import wrapped
 from ddp_manual.training import checkpoint_files, models, own_code
 from ddp_manual.training.data import Split
 from ddp_manual.training.data_memory import bring_to
@@ -116,8 +117,11 @@ def text(report: Mapping[str, Any]) -> str:
         rows.append([found["name"], str(found["images"]), accuracy, mistaken])
     return "\n".join(
         [
-            f"{report['model']} of {report['checkpoint']} on {report['dataset']}: {100 * report['accuracy']:.2f}% test "
-            f"accuracy, test loss {report['loss']:.4f}, over {counted(report['samples'], 'image')}",
+            wrapped(
+                f"{report['model']} of {report['checkpoint']} on {report['dataset']}: {100 * report['accuracy']:.2f}% "
+                f"test accuracy, test loss {report['loss']:.4f}, over {counted(report['samples'], 'image')}",
+                stdout_width(),
+            ),
             *columns(rows),
             *(f"  {path}" for path in report["files"]),
         ]
