@@ -69,7 +69,7 @@ def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[
     packages = sorted({*rank_0.versions, *info.versions} - {"python", "torch"})
     for difference in (
         _other_versions(info, rank_0, rank_0.versions, info.versions, ("python", "torch", *packages)),
-        _other_code(info, rank_0),
+        _other_code(info, rank_0, run),
         _other_variables(info, rank_0),
     ):
         if difference is not None and not allowed:
@@ -123,13 +123,20 @@ def _other_versions(
     )
 
 
-def _other_code(info: RankInfo, rank_0: RankInfo) -> ConfigMismatch | None:
+def _other_code(info: RankInfo, rank_0: RankInfo, run: RunInfo) -> ConfigMismatch | None:
     differing = [part for part in sorted({*rank_0.code, *info.code}) if rank_0.code.get(part) != info.code.get(part)]
     if not differing:
         return None
+    only_theirs, only_own = rank_0.code.keys() - info.code.keys(), info.code.keys() - rank_0.code.keys()
+    if len(only_theirs) == len(only_own) == 1:  # such as the wrong script
+        return ConfigMismatch(
+            f"{info.who} runs another program than rank 0",
+            why=f"rank 0 runs {only_theirs.pop()}, rank {info.rank} runs {only_own.pop()}",
+            next=run.command_for(info.rank),
+        )
     same_code = f"bring the code on {info.host} to what {rank_0.host} has (git pull, pip install)"
     if info.host_id == rank_0.host_id:
-        same_code = "start every rank from the same files, and again if they have changed meanwhile"
+        same_code = "start every rank from the same files; if they were changed after rank 0 had begun, all ranks again"
     return ConfigMismatch(
         f"{info.who} runs other code than rank 0: {_listed(differing)}",
         why=_both(info, rank_0, info.code, rank_0.code, differing, "digest "),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ddp_manual import gpus
-from ddp_manual.environment import machine
+from ddp_manual.environment import machine, user_variables
 from ddp_manual.environment.variables_for_a_rank import changed
 
 T = TypeVar("T")
@@ -54,14 +53,15 @@ def let_programs_meet_by_themselves(starts: Callable[[int], None]) -> None:
     Args:
         starts: called when the program starts so many processes.
     """
-    set_here = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    now = user_variables.variables()
+    of_launcher = {name: now.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
     without_launcher = {"TORCHELASTIC_USE_AGENT_STORE": None}
     handlers, spawning = sys.modules["torch.distributed.rendezvous"], sys.modules["torch.multiprocessing.spawn"]
     meet: Callable[..., Iterator[Any]] = handlers._rendezvous_handlers["env"]
     start: Callable[..., Any] = spawning.start_processes
 
     def meet_by_itself(*given: Any, **named: Any) -> Iterator[Any]:
-        is_own = any(os.environ.get(name) != value for name, value in set_here.items())
+        is_own = any(now.get(name) != value for name, value in of_launcher.items())
         with changed(without_launcher if is_own else {}):
             met = next(meet(*given, **named))
         yield met
