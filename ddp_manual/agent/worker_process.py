@@ -83,7 +83,8 @@ class Worker:
         self.said: set[type[from_worker.FromWorker]] = set()
         """The types of its messages so far; it sends the first once it has torch."""
         self.until: float | None = None
-        """When a program that was asked to end, by its agent or by a signal, is killed if the run has ended too."""
+        """When a program that was asked to end, by its agent or by a signal, is killed if the run has ended too; at 0
+        at once."""
         self._channel, self._process = channel, process
         self._stack = WorkerStack(faults)
         self._connection: Connection[from_worker.FromWorker] | None = None
@@ -265,7 +266,7 @@ class Worker:
         self.children.look(self.pid)
         if from_worker.ProgramBegins in self.said and not self.stopped_by():
             if from_worker.Failed in self.said:  # what it has registered with atexit takes its time
-                await self._hear(within=WAY_OUT)
+                await wait_until(lambda: self.is_gone or self.until == 0, WAY_OUT)
             elif self.hears:
                 await self._let_it_save()
             if self.until is None and not (self.is_gone or self._takes_stops):
