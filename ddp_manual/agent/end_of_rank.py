@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,18 +116,21 @@ def how_it_ended(error: DdpManualError | None, result: Any) -> dict[str, Any]:
     return {"identifier": None, "what": result_line(result) if is_training else "all ranks have left in order"}
 
 
-def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run: RunInfo) -> None:
+def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run: RunInfo) -> Exception | None:
     """Write why a rank has left into the run's folder, if that takes it, and no other run trains into it. If this one
     was not resumed yet, that is no end of it.
 
     Args:
         pid: of the worker.
         run: its rank 0's worker holds the folder while the run trains.
+
+    Returns:
+        What has kept it from being written.
     """
     paths, about = RunPaths(Path(run_dir)), {"rank": rank, "host": host_name(), "pid": pid}
     if paths.holder not in (None, holder_of(run.pid, run.host)):
-        return
-    with suppress(DdpManualError, OSError):
+        return None
+    try:
         paths.run_dir.mkdir(parents=True, exist_ok=True)
         failure = paths.failure(rank)
         if holds_another_run(run_dir, run.run_id):
@@ -136,6 +138,9 @@ def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run:
         else:
             paths.set_failures_aside(rank)
         write_json(failure, {**asdict(LastWords.of(error)), **about})
+    except (DdpManualError, OSError) as kept:
+        return kept
+    return None
 
 
 def add_own_command(error: DdpManualError, go_on: str | None, run_dir: str | None, world_size: int) -> None:

@@ -440,7 +440,9 @@ class Agent:
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not isinstance(last, states.Placed)
         run, run_dir = self.protocol.run, self.protocol.run_dir
         if run and run_dir and self.protocol.is_own_folder and not never_a_rank and in_folder:
-            leave_failure(run_dir, self.spec.rank, self.worker.pid, error, run)
+            kept = leave_failure(run_dir, self.spec.rank, self.worker.pid, error, run)
+            if kept is not None:
+                self.log(f"why this rank ends is in no file: {kept}")
         self._ending.cancel_background()  # which might say something after the last word
         self._print_error(error)
 
