@@ -107,7 +107,8 @@ class CoordinatorProtocol:
     @property
     def others_still_here(self) -> list[int]:
         """The ranks, without rank 0, that work with it and have not said goodbye."""
-        return sorted(rank for rank in self._at_work if rank)
+        silent = self._watch.health.silent(self._now) if self.failure is not None else {}  # who may never hear of that
+        return sorted(self._at_work - silent.keys() - {0})
 
     def at_work(self, ranks: Sequence[int]) -> list[int]:
         """Return those of these ranks whose work is not done."""

@@ -166,7 +166,7 @@ class Watch:
             self._peers[0].connection.send(messages.Line(line))
         if DO_CALLS_DIFFER not in self._inquiries and (lagging := self._comparison.lagging(now)) is not None:
             self._look_at_records(now, lagging)
-        if vain := health.waiting_in_vain(now, IN_VAIN):
+        if health.late(now) is None and (vain := health.waiting_in_vain(now, IN_VAIN)):
             early = health.finished_before(vain[0]) or health.finished
             self._end_because_of_finished(vain[0], early, health.beat(vain[0]).place, now)
         elif WHERE_ARE_THEY_STUCK not in self._inquiries and (stall := self._find_stall(now)) is not None:

@@ -19,6 +19,8 @@ from ddp_manual.wire import printable
 # order, so that every host is still tried in both directions.
 ALL_PAIRS_UP_TO = 32
 REPORT_TIMEOUT = 8.0
+# Seconds between two looks after which this process was stopped.
+A_PAUSE = 4.0
 CUT_OFF = "connected, but only"
 # Pairs named in an error.
 MOST_SHOWN = 16
@@ -51,7 +53,7 @@ class Probes:
         self._hosts = [infos[leader] for _, leader in leaders]
         self._silent = set(range(len(leaders))) if len(leaders) > 1 else set()
         self._failing: list[Pair] = []
-        self._until = now + REPORT_TIMEOUT
+        self._until, self._looked = now + REPORT_TIMEOUT, now
         self._round = next(_rounds)
 
     def requests(self) -> Iterator[tuple[int, Probe]]:
@@ -78,6 +80,9 @@ class Probes:
 
     def failing(self, now: float) -> list[Pair] | None:
         """Return the pairs that failed, in the order of the ranks; None while reports are still to come."""
+        if now - self._looked > A_PAUSE:  # this process was stopped, and has not read what came meanwhile
+            self._until += now - self._looked
+        self._looked = now
         if self._silent and now <= self._until:
             return None
         silent = [(self._hosts[node], None, f"said nothing for {REPORT_TIMEOUT:.0f} s") for node in self._silent]

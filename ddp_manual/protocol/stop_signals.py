@@ -71,7 +71,7 @@ class StopSignals:
         """The first signal that has asked the program to stop, which handles it, or 0."""
         self._passed_on_at = 0.0
         self._heeded_at: float | None = None
-        """When the signal came for which it stops with all, and then is on its way out."""
+        """When the signal came for which it has stopped with all, or which came while it was leaving anyhow."""
         self._first_at: dict[str, float] = {}
         """Process -> when it has seen its first signal: the agent at once, a program only once Python reacts."""
         self._unreached: Unreached | None = None
@@ -90,7 +90,8 @@ class StopSignals:
     def worker_handles(self, handling: Handling) -> None:
         """Note what the worker does about signals from now on."""
         if self.are_taken and handling is Handling.BY_ITSELF:
-            self._first_at.clear()  # it has stopped for that, or was done
+            self._heeded_at = min(self._first_at.values(), default=self._heeded_at)
+            self._first_at.clear()  # it has stopped for that
         self._handling = handling
         self._takes_stops |= handling is Handling.WITH_ALL
 
@@ -128,7 +129,6 @@ class StopSignals:
             self._log(f"{asked_by(number)}: {what}; a second one ends this rank")
             if self._handling is not Handling.DONE:
                 self._ask_all(number)
-                self._heeded_at = now
         # A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
         self.asked = self.asked or number
         self._first_at.setdefault(seen_by, now)
