@@ -47,22 +47,21 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def let_programs_meet_by_themselves(starts: Callable[[int], None]) -> None:
-    """Let ranks whose program sets MASTER_ADDR or MASTER_PORT itself, and processes that it starts with
-    torch.multiprocessing, meet as without a launcher; torch would take all of them for clients of a launcher's store.
+    """Let ranks whose program sets MASTER_PORT itself, and processes that it starts with torch.multiprocessing, meet as
+    without a launcher; torch would take all of them for clients of a launcher's store.
 
     Args:
         starts: called when the program starts so many processes.
     """
-    now = user_variables.variables()
-    of_launcher = {name: now.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    variables = user_variables.variables()
+    port = variables.get("MASTER_PORT")
     without_launcher = {"TORCHELASTIC_USE_AGENT_STORE": None}
     handlers, spawning = sys.modules["torch.distributed.rendezvous"], sys.modules["torch.multiprocessing.spawn"]
     meet: Callable[..., Iterator[Any]] = handlers._rendezvous_handlers["env"]
     start: Callable[..., Any] = spawning.start_processes
 
     def meet_by_itself(*given: Any, **named: Any) -> Iterator[Any]:
-        is_own = any(now.get(name) != value for name, value in of_launcher.items())
-        with changed(without_launcher if is_own else {}):
+        with changed(without_launcher if variables.get("MASTER_PORT") != port else {}):
             met = next(meet(*given, **named))
         yield met
 
