@@ -107,7 +107,8 @@ def say(line: str) -> None:
 def _print(text: str, end: str = "\n") -> None:
     """Print on stderr, unless its reader has gone."""
     with suppress(OSError, ValueError):
-        print(text, end=end, file=sys.stderr, flush=True)
+        # In one piece: another rank may share the terminal, and print between this text and its end.
+        print(f"{text}{end}", end="", file=sys.stderr, flush=True)
 
 
 def width_of(sink: TextIO) -> int | None:

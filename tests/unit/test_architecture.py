@@ -76,7 +76,7 @@ WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *
 MOST_LINES_OF_AGENT_AND_WORKER = 8468
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
 MOST_LINES_OF_TESTS = 20_816
-MOST_LINES_OF_PACKAGE = 27_893
+MOST_LINES_OF_PACKAGE = 27_894
 
 
 def room(path: Path) -> str:
