@@ -204,7 +204,7 @@ class Watch:
         self._said_stall = stall
 
     def _cut(self, stall: Stall, now: float) -> Sequence[Pair] | None:
-        """Return which hosts cannot connect to each other, if all ranks are here and wait; None while they still try."""
+        """Return which hosts cannot connect to each other, if all are here and wait; None while they still try."""
         if stall.behind or len(self.heard()) < len(self._all_ranks):  # nobody answers for a rank that has left
             return ()
         self.probes = self.probes or self.probe_network(now)
