@@ -1,8 +1,8 @@
 """Whether ranks on different hosts can connect to each other: tried while their workers load torch, and when all wait.
 
-Each agent answers at a port of its own. The first rank of each host connects to the first
-ranks of the other hosts, and rank 0 tells everybody which pairs failed, in which direction, and how the network
-responded. On one host there is nothing to try.
+Each agent answers at a port of its own. The first rank of each host connects to the first ranks of the other hosts, and
+rank 0 tells everybody which pairs failed, in which direction, and how the network responded. On one host there is
+nothing to try.
 """
 
 from __future__ import annotations

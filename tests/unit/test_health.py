@@ -181,9 +181,8 @@ def test_a_rank_that_works_on_alone_does_not_wait_in_vain() -> None:
     health.hear(0, training(7, 10, inside=True), 100.0)
     assert health.waiting_in_vain(102.1, 2.0) == [0]
     assert health.finished_before(0) == [1]
-    health.hear(
-        0, replace(closed, closed={"0": 10}, inside=True), 103.0
-    )  # nor can it wait in a group that it has closed
+    # Nor can it wait in a group that it has closed.
+    health.hear(0, replace(closed, closed={"0": 10}, inside=True), 103.0)
     assert health.waiting_in_vain(200.0, 2.0) == health.finished_before(0) == []
 
 
