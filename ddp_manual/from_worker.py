@@ -155,19 +155,29 @@ class RecordsMemory(Message):
 
     descriptor: int
     """Of the memory that it shares with its agent: its number in the worker."""
+    complete: bool
+    """Whether it records all of them: torch before 2.14 does not tell what C++ begins."""
 
 
-class GroupUsed(Message):
-    """The worker begins its first collective in a process group, or its first there with another type of device."""
+class GroupOpened(Message):
+    """The worker has opened a process group; one for each type of device that has a backend of its own there."""
 
     identity: int
-    """The number that its records have for the group."""
+    """The number that its records have for the group, or for the backend."""
     key: str
     """What the group is called on all its ranks."""
     ranks: Sequence[int]
     description: str
     device: str
     """Its type, if the group has a backend for each; otherwise ""."""
+
+
+class GroupClosed(Message):
+    """The worker takes part no more in a process group, which torch is about to forget."""
+
+    key: str
+    begun: int | None
+    """How many collectives it has begun there, as torch counts them; None if they are not countable."""
 
 
 class NotCompared(Message):
@@ -286,9 +296,9 @@ class Noticed(Message):
 
 
 FromWorker = (
-    Born | Attach | Loaded | Doing | RecordsMemory | GroupUsed | NotCompared | StartsProcesses | ProgramBegins
-    | Replaced | Joins | TakesStops | TakesNoStops | TakesSignals | Signalled | StepsDone | RunFolder | Holds
-    | Finished | Failed | Left | Result | IsQuiet | IsSaving | MayEnd | Noticed
+    Born | Attach | Loaded | Doing | RecordsMemory | GroupOpened | GroupClosed | NotCompared | StartsProcesses
+    | ProgramBegins | Replaced | Joins | TakesStops | TakesNoStops | TakesSignals | Signalled | StepsDone | RunFolder
+    | Holds | Finished | Failed | Left | Result | IsQuiet | IsSaving | MayEnd | Noticed
 )  # fmt: skip
 
 read: Read[FromWorker] = local_reader_of(FromWorker)

@@ -22,20 +22,26 @@ MOST_GROUPS = 16
 MOST_GROUPS_READ = 512
 
 
+# Closed groups that are remembered; torch closes the default group last.
+MOST_CLOSED = 16
+
+
 class _Group:
-    """A process group in which this agent's worker has begun collectives."""
+    """A process group that this agent's worker has opened, or one of its backends."""
 
     def __init__(self, key: str, ranks: Sequence[int], description: str, device: str) -> None:
-        self.key = key
+        self.group, self.key = key, f"{key}{device and '/'}{device}"
         # All its ranks would be N numbers from each of N ranks: 64 KB each for 16,384.
         self.name = printable(group_name(ranks, description, device))
         self.begun = 0
         """How many collectives the worker had begun with the last of this group."""
+        self.number = 0
+        """How many of them in this group."""
         self._chains = [(1, deque[tuple[int, int]](maxlen=LAST))]
         self._chains += [(step, deque[tuple[int, int]](maxlen=LAST_MULTIPLES)) for step in MULTIPLES]
 
     def take(self, key: collectives.Key) -> None:
-        self.begun = key.begun
+        self.begun, self.number = key.begun, key.number
         for step, chains in self._chains:
             if key.number % step == 0:
                 chains.append((key.number, key.chain))
@@ -56,8 +62,11 @@ class Records:
         self._left_out = 0
         """The last of the groups that are no longer known; the worker numbers them."""
         self._read = 0
+        self._closed: dict[str, int] = {}
+        self.complete = False
+        """Whether all collectives of the worker are recorded."""
 
-    def open(self, pid: int, descriptor: int) -> None:
+    def open(self, pid: int, descriptor: int, *, complete: bool) -> None:
         """Open the memory that a worker has, by the number of its descriptor there.
 
         Raises:
@@ -65,7 +74,7 @@ class Records:
         """
         with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
             self._memory = memoryview(mmap.mmap(file.fileno(), collectives.MEMORY_SIZE, prot=mmap.PROT_READ))
-        self._groups, self._left_out, self._read = {}, 0, 0
+        self._groups, self._left_out, self._read, self.complete = {}, 0, 0, complete
 
     def add_group(self, group: Mapping[str, Any]) -> None:
         if len(self._groups) >= MOST_GROUPS_READ:
@@ -73,6 +82,23 @@ class Records:
             self._left_out = max(self._left_out, identity)
             del self._groups[identity]
         self._groups[group["identity"]] = _Group(group["key"], group["ranks"], group["description"], group["device"])
+
+    def close_group(self, key: str, begun: int | None) -> None:
+        """Remember how many collectives the worker has begun in a group that it has closed, as torch counts them."""
+        if self.complete or begun is not None:
+            self._closed[key] = begun or 0
+        while len(self._closed) > MOST_CLOSED:
+            del self._closed[next(iter(self._closed))]
+
+    def count(self, by_torch: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+        """Return how many collectives the worker has begun in each process group that is open, and in those that it has
+        closed last: as recorded if all are, otherwise as torch counts them."""
+        self.read()
+        recorded: dict[str, int] = {}
+        for group in self._groups.values() if self.complete else ():
+            recorded[group.group] = recorded.get(group.group, 0) + group.number
+        of_open = {key: recorded.get(key, count) for key, count in by_torch.items() if key not in self._closed}
+        return of_open, {key: recorded.get(key, count) for key, count in self._closed.items()}
 
     def read(self) -> None:
         """Take the records that are new."""
@@ -88,7 +114,7 @@ class Records:
         """Return key of a group -> number, chain, number, chain, ... of its last collectives."""
         self.read()
         latest = sorted(self._groups.values(), key=lambda group: -group.begun)[:MOST_GROUPS]
-        return {group.key: group.for_beat() for group in latest if group.begun}
+        return {group.key: group.for_beat() for group in latest if group.number}
 
     def answer(self, asked: AskRecords) -> RecordsReply:
         """Reply to rank 0: with the last chains of each group and the last call, or with some calls."""

@@ -119,15 +119,19 @@ class Worker:
                 self._command = self._command_line()
             case from_worker.RecordsMemory():
                 try:
-                    self.records.open(self.pid, message.descriptor)
+                    self.records.open(self.pid, message.descriptor, complete=message.complete)
                 except (OSError, ValueError) as error:  # its last words are still to come; ValueError: no such memory
                     take(from_worker.NotCompared(str(error)))
             case from_worker.ProgramBegins():
                 self.hears = message.hears
             case from_worker.TakesStops() | from_worker.TakesSignals():
                 self._takes_stops = isinstance(message, from_worker.TakesStops)
-            case from_worker.GroupUsed():
+            case from_worker.GroupOpened():
                 self.records.add_group(asdict(message))
+            case from_worker.GroupClosed():
+                self.records.close_group(message.key, message.begun)
+            case from_worker.NotCompared():
+                self.records.complete = False
             case from_worker.Doing():
                 self.beat, self._is_blocked = message.beat or self.beat, message.blocked
         take(message)
@@ -149,7 +153,9 @@ class Worker:
 
     def heartbeat(self) -> Beat:
         """Return what the worker does now, as the next heartbeat is to say it."""
-        self.beat = replace(self.beat, stopped=self.stopped_by(), calls=self.records.for_beat())
+        begun, closed = self.records.count(self.beat.collectives)
+        stopped, calls = self.stopped_by(), self.records.for_beat()
+        self.beat = replace(self.beat, collectives=begun, closed=closed, stopped=stopped, calls=calls)
         silent = time.monotonic() - self._spoke_at > SILENT
         return replace(self.beat, inside=False) if silent and self.beat.inside else self.beat
 

@@ -158,7 +158,9 @@ class Beat(Checked):
     collectives: Mapping[Name, int] = field(default_factory=dict)
     """Process group that is open -> how many collectives this rank has begun in it."""
     closed: Mapping[Name, int] = field(default_factory=dict)
-    """The same of the groups that it has closed last, if they are recorded."""
+    """The same of the groups that it has closed last, as its agent sees it."""
+    operations: int = 0
+    """How many operations it has begun in all that are open: gloo numbers what it sends and receives too."""
     timeouts: Mapping[Name, TimeOut] = field(default_factory=dict)
     """Process group -> the seconds after which torch ends a collective in it; "" -> those of all that are left out: the
     shortest."""

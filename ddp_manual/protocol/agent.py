@@ -463,6 +463,7 @@ class AgentProtocol:
         is_done = status == 0 and not has_no_result
         if is_done or self.work.result is not None:
             if from_worker.Finished not in said:  # it has ended its process without Python's way out
+                self._send_beat()
                 self.send(messages.Finished())
                 if self._spec.rank == 0 and self._spec.world_size > 1:
                     ended = "rank 0's process has ended, and torch's store with it: other ranks may still need that"

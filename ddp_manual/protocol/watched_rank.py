@@ -33,7 +33,8 @@ class WatchedRank:
 
     @property
     def mark(self) -> tuple[Any, ...]:
-        return (self.beat.phase, self.beat.epoch, self.beat.step, self.beat.collectives, self.beat.unfinished)
+        beat = self.beat
+        return (beat.phase, beat.epoch, beat.step, beat.collectives, beat.operations, beat.unfinished)
 
     def seconds_left(self, now: float) -> float | None:
         """Return what its work will still take at the pace so far; None if that is not known."""

@@ -9,28 +9,29 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import itertools
 import math
 import mmap
 import os
 import threading
-import zlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddp_manual import collectives
-from ddp_manual.from_worker import FromWorker, GroupUsed, NotCompared, RecordsMemory
+from ddp_manual.from_worker import FromWorker, GroupClosed, GroupOpened, NotCompared, RecordsMemory
 from ddp_manual.worker.collective_errors import first_line
 from ddp_manual.worker.private_torch import (
     CODE_OF_COLLECTIVES,
     calling_frame,
-    has_several_backends,
+    devices_with_backends,
     hide_from_dynamo,
     innermost_frames,
+    known_of,
+    not_countable,
     operations_of_hooks,
     watch_process_groups,
     wrap_collectives,
@@ -94,6 +95,10 @@ _OPERATIONS = {
 _OF_ONE_TENSOR = {_OPERATIONS[one]: _OPERATIONS[f"{one}_BASE"] for one in ("ALLGATHER", "REDUCE_SCATTER", "ALLTOALL")}
 
 
+# What one rank calls for itself, and gloo numbers as it numbers collectives.
+_NOT_COUNTABLE = ("SEND", "RECV", "RECV_ANYSOURCE", "MONITORED_BARRIER")
+
+
 class _Order:
     """Collectives that must come in the same order on all ranks: those of a group, or of one of its backends."""
 
@@ -102,7 +107,7 @@ class _Order:
 
 
 def record_collectives(spec: WorldSpec, tell: Callable[[FromWorker], None]) -> Callable[[], None]:
-    """Record from now on the collectives of all process groups that are open, or that this process opens, unless
+    """Tell from now on which process groups are open, or are opened and closed, and record their collectives unless
     ``--collectives off`` is set.
 
     Args:
@@ -112,8 +117,8 @@ def record_collectives(spec: WorldSpec, tell: Callable[[FromWorker], None]) -> C
         Undoes this; without it, the end of the process does.
     """
     recorder = Recorder(tell)
-    if spec.collectives == "check" and spec.world_size > 1:
-        recorder.start()
+    if spec.world_size > 1:
+        recorder.start(compare=spec.collectives == "check")
     return recorder.stop
 
 
@@ -129,45 +134,60 @@ class Recorder:
         self._begun = 0
         self._groups: dict[Any, Callable[..., None]] = {}
         """Process group of several ranks -> what records its collectives."""
-        self._names: dict[str, int] = {}
+        self._identities = itertools.count(1)
         self._turn = threading.RLock()  # which a signal handler may take once more
         self._thread = threading.get_ident()
         self._undo = ExitStack()
         self._memory: memoryview | None = None
         self._operations = operations_of_hooks(_OPERATIONS)
 
-    def start(self) -> None:
-        """Share the memory with the agent, and find all process groups, now and as they are opened."""
-        try:
-            self._descriptor = os.memfd_create("ddp_manual collectives")
-            os.ftruncate(self._descriptor, collectives.MEMORY_SIZE)
-            self._memory = memoryview(mmap.mmap(self._descriptor, collectives.MEMORY_SIZE))
-        except (OSError, AttributeError) as error:  # AttributeError: another system than Linux
-            self._tell(NotCompared(first_line(error)))
-            return
-        self._tell(RecordsMemory(self._descriptor))
+    def start(self, *, compare: bool = True) -> None:
+        """Find all process groups, now and as they are opened; to ``compare``, share the memory with the agent."""
         _recorders.append(self)
         self._undo.callback(self._forget)
+        if compare:
+            self._share()
+        recorded = {} if self._memory is None else _OPERATIONS
+        if not self._operations or not recorded:
+            self._undo.enter_context(wrap_collectives({**recorded, **dict.fromkeys(_NOT_COUNTABLE)}, self._called))
         self._undo.enter_context(watch_process_groups(self._opened, self._closed))
-        if not self._operations:
-            self._undo.enter_context(wrap_collectives(_OPERATIONS, self._called))
+
+    def _share(self) -> None:
+        """Share the memory with the agent."""
+        try:
+            descriptor = os.memfd_create("ddp_manual collectives")
+            self._undo.callback(os.close, descriptor)
+            os.ftruncate(descriptor, collectives.MEMORY_SIZE)
+            self._memory = memoryview(mmap.mmap(descriptor, collectives.MEMORY_SIZE))
+        except (OSError, AttributeError) as error:  # AttributeError: another system than Linux
+            self._tell(NotCompared(first_line(error)))
+        else:
+            self._tell(RecordsMemory(descriptor, bool(self._operations)))
 
     def stop(self) -> None:
-        """Undo ``start``. A hook that is still registered when the interpreter ends would crash the process."""
+        """Undo ``start``."""
         self._undo.close()
 
     def _forget(self) -> None:
         _recorders.remove(self)
-        for group in list(self._groups):
-            self._closed(group)
+        self.unhook()
+        self._groups.clear()
         self._memory = None
-        os.close(self._descriptor)
 
-    def _opened(self, group: Any, name: str) -> None:
-        if group.size() == 1 or group in self._groups:
+    def unhook(self) -> None:
+        """Record nothing any more. A hook that is registered when the interpreter ends would crash the process."""
+        self._operations = {}
+        for group in self._groups:
+            _unhook(group)
+
+    def _opened(self, group: Any, key: str, ranks: Sequence[int]) -> None:
+        if len(ranks) == 1 or group in self._groups:
             return
-        record = self._groups[group] = self._recording(group, name)
-        if self._operations:
+        orders = {device: _Order(next(self._identities)) for device in devices_with_backends(group)}
+        for device, order in orders.items():
+            self._tell(GroupOpened(order.identity, key, ranks, str(group.group_desc), device))
+        record = self._groups[group] = self._recording(ranks, orders)
+        if self._operations and self._memory is not None:
             operations = self._operations
 
             def before(args: Any) -> None:
@@ -178,38 +198,33 @@ class Recorder:
 
             group.register_pre_hook(_HOOK, hide_from_dynamo(before))
 
-    def _closed(self, group: Any) -> None:
-        if self._groups.pop(group, None) is not None and self._operations:
-            with suppress(RuntimeError):
-                group.unregister_pre_hook(_HOOK)
+    def _closed(self, group: Any, key: str) -> None:
+        if self._groups.pop(group, None) is not None:
+            self._tell(GroupClosed(key, known_of([(group, key)]).begun.get(key)))
+            _unhook(group)
 
-    def _called(self, group: Any, *with_what: Any) -> None:
+    def _called(self, group: Any, operation: Operation | None, *with_what: Any) -> None:
         """Record a collective that Python has called, with a torch that has no hooks."""
-        if (record := self._groups.get(group)) is not None:
-            record(*with_what)
+        if operation is None:
+            not_countable.add(group)
+        elif (record := self._groups.get(group)) is not None:
+            record(operation, *with_what)
 
-    def _recording(self, group: Any, name: str) -> Callable[..., None]:
-        """Return what records the collectives of a process group."""
-        orders: dict[str, _Order] = {}
-        ranks: list[int] = []
-        several = False
+    def _recording(self, ranks: Sequence[int], orders: Mapping[str, _Order]) -> Callable[..., None]:
+        """Return what records the collectives of a process group.
+
+        Args:
+            orders: threads may use two backends of a group at once, gloo for a checkpoint and NCCL for the training.
+        """
 
         def record(
             operation: Operation, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], root: int, frame: Any
         ) -> None:
-            nonlocal ranks, several
             memory = self._memory
             if memory is None:
                 return
             try:
-                if not ranks:
-                    several = has_several_backends(group)
-                    ranks = dist.get_process_group_ranks(group)
-                # Threads may use two backends of a group at once: gloo for a checkpoint, and NCCL for the training.
-                device = _device_type(inputs, outputs, frame) if several else ""
-                order = orders.get(device)
-                if order is None:
-                    order = orders[device] = _Order(self._introduce(group, name, ranks, device))
+                order = orders[_device_type(inputs, outputs, frame) if len(orders) > 1 else ""]
                 reduce = str(getattr(_variable("op", _REDUCE, frame), "name", ""))
                 tensors = outputs if operation.by_outputs or not inputs else inputs
                 form = (tensors[0].dtype, tensors[0].shape, tensors[-1].shape) if tensors else (None, (), ())
@@ -227,16 +242,6 @@ class Recorder:
 
         return record
 
-    def _introduce(self, group: Any, name: str, ranks: Sequence[int], device: str) -> int:
-        """Tell the agent of a group in which this rank begins its first collective, or its first with the backend for
-        this type of device; return the number of the group."""
-        members = f"{name}/{zlib.crc32(repr(ranks).encode()):08x}{device and '/'}{device}"
-        with self._turn:
-            again = self._names[members] = self._names.get(members, -1) + 1
-            identity = sum(self._names.values()) + len(self._names)
-        self._tell(GroupUsed(identity, f"{members}/{again}", ranks, str(group.group_desc), device))
-        return identity
-
     def _line(self, frame: FrameType | None) -> bytes:
         """Return ``train.py:91`` of the user's line that has called torch, otherwise of this package's line."""
         found = _own_frame(frame)
@@ -244,6 +249,11 @@ class Recorder:
             # A thread of autograd: the program waits for it on a line of its own.
             found = _own_frame(innermost_frames().get(self._thread))
         return _place(found.f_code.co_filename, found.f_lineno) if found is not None else b""
+
+
+def _unhook(group: Any) -> None:
+    with suppress(AttributeError, RuntimeError):  # it has no hook, as with a torch without hooks
+        group.unregister_pre_hook(_HOOK)
 
 
 def _own_frame(frame: FrameType | None) -> FrameType | None:
@@ -317,9 +327,9 @@ def _variable(name: str, functions: Container[str], frame: FrameType | None) -> 
 _recorders: list[Recorder] = []
 
 
-def _stop_all() -> None:
-    for recorder in list(_recorders):
-        recorder.stop()
+def _unhook_all() -> None:
+    for recorder in _recorders:
+        recorder.unhook()
 
 
 def _forget_all() -> None:
@@ -329,5 +339,5 @@ def _forget_all() -> None:
 
 
 # When this module is imported, which is before the user's code: functions are called in reverse order.
-atexit.register(_stop_all)
+atexit.register(_unhook_all)
 os.register_at_fork(after_in_child=_forget_all)

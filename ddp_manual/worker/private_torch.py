@@ -6,8 +6,9 @@ import functools
 import importlib
 import json
 import sys
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
@@ -76,59 +77,50 @@ def let_programs_meet_by_themselves(starts: Callable[[int], None]) -> None:
 
 
 class OpenGroups(NamedTuple):
-    """The process groups that this rank belongs to, by their names."""
+    """What torch knows of process groups that this rank belongs to, by their keys: see ``watch_process_groups``."""
 
     begun: dict[str, int]
-    """How many collectives this rank has begun in each: torch's own reports name the one that a rank is missing from by
-    this number. A name that was used before has its count appended."""
+    """How many collectives this rank has begun in each. Left out are groups of gloo with ``not_countable``."""
     timeouts: dict[str, float]
     """The seconds after which torch ends a collective, where a backend says so."""
+    operations: int
+    """How many operations this rank has begun in all of them: gloo numbers what it sends and receives too."""
     return_at_once: bool
     """Whether this rank has begun collectives of NCCL. On a host with GPUs a script may use gloo, also where torch has
     opened its group with both."""
 
 
-_CLOSED_KEPT = 16
-_closed: dict[str, int] = {}
-_opened: Counter[str] = Counter()
-"""How often groups of a name were opened: after ``destroy_process_group()`` torch begins with the same names."""
+_keys: dict[Any, str] = {}
+not_countable: set[Any] = set()
+"""The groups in which this rank has begun what torch counts as collectives of gloo, and other ranks need not begin."""
 
 
 def open_groups() -> OpenGroups:
     """Return what torch knows of its process groups, which has no public names; any thread may ask."""
-    return _known_of(list(distributed_c10d._world.pg_names.items()))
+    return known_of(list(_keys.items()) or list(distributed_c10d._world.pg_names.items()))
 
 
-def closed_groups() -> dict[str, int]:
-    """Return how many collectives this rank had begun in the groups that were closed last, while all are watched."""
-    return _closed.copy()
-
-
-def _known_of(groups: Iterable[tuple[Any, Any]]) -> OpenGroups:
+def known_of(groups: Iterable[tuple[Any, Any]]) -> OpenGroups:
+    """Return what torch knows of these process groups, each given with its key."""
     begun: dict[str, int] = {}
     timeouts: dict[str, float] = {}
-    return_at_once = False
-    for group, name in groups:
-        key = f"{name}.{_opened[str(name)]}" if _opened[str(name)] > 1 else str(name)
+    operations, return_at_once = 0, False
+    for group, key in groups:
         # A group that this rank does not belong to has no backend, nor has a group that is being destroyed.
         with suppress(AttributeError, RuntimeError):
             # One may serve several devices; of a group with several, torch would give only the number of one.
             for backend in {group._get_backend(device) for device in group._device_types}:
+                number, is_nccl = 0, backend.name().startswith("nccl")
                 with suppress(RuntimeError):  # a backend without numbers
                     number = int(backend._get_sequence_number_for_group())
+                operations += number
+                return_at_once |= number > 0 and is_nccl
+                if is_nccl or group not in not_countable:
                     begun[key] = begun.get(key, 0) + number
-                    return_at_once |= number > 0 and backend.name().startswith("nccl")
                 with suppress(AttributeError, RuntimeError, ValueError):
                     seconds = backend.options._timeout.total_seconds()
                     timeouts[key] = min(seconds, timeouts.get(key, seconds))
-    return OpenGroups(begun, timeouts, return_at_once)
-
-
-def _close(group: Any, name: Any) -> None:
-    """Keep the final number of collectives of a group that torch is about to forget."""
-    _closed.update(_known_of([(group, name)]).begun)
-    while len(_closed) > _CLOSED_KEPT:
-        del _closed[next(iter(_closed))]
+    return OpenGroups(begun, timeouts, operations, return_at_once)
 
 
 _RECORDERS = (("_dump_nccl_trace_json",), ("_dump_fr_trace_json", "nccl2"), ("_dump_fr_trace_json", "nccl"))
@@ -182,10 +174,12 @@ def calling_frame() -> FrameType | None:
     return sys._getframe(1).f_back
 
 
-def has_several_backends(group: Any) -> bool:
-    """Return whether a group has a backend of its own for each type of device, as ``cpu:gloo,cuda:nccl`` has."""
+def devices_with_backends(group: Any) -> list[str]:
+    """Return the types of devices that have a backend of their own each in a group, as those of ``cpu:gloo,cuda:nccl``
+    do; ``[""]`` if one backend serves all."""
     pairs = str(distributed_c10d._world.pg_backend_config.get(group, "")).split(",")  # a library's own group has none
-    return len({pair.partition(":")[2] for pair in pairs}) > 1
+    backends = dict(pair.partition(":")[::2] for pair in pairs)
+    return [*backends] if len({*backends.values()}) > 1 else [""]
 
 
 def operations_of_hooks(wanted: Mapping[str, T]) -> dict[Any, T]:
@@ -198,35 +192,56 @@ def operations_of_hooks(wanted: Mapping[str, T]) -> dict[Any, T]:
 
 
 @contextmanager
-def watch_process_groups(opened: Callable[[Any, str], None], closed: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``opened`` in the body with each process group and its name: those that are open, and each that will be.
+def watch_process_groups(
+    opened: Callable[[Any, str, Sequence[int]], None], closed: Callable[[Any, str], None]
+) -> Iterator[None]:
+    """Call ``opened`` in the body with each process group that this rank belongs to, its key and its ranks: with those
+    that are open, and each that will be. ``closed`` is called with each that torch is about to forget.
 
-    torch's own registry has all of them, whichever function has opened them, and is replaced. ``closed`` is called with
-    each that torch forgets in the meantime.
+    A key is ``name/ranks/default/again``, with a checksum of the ranks and the number of the default group in which it
+    was opened: after ``destroy_process_group()`` torch begins with the same names, for other members too. torch's own
+    registry of their ranks has all groups, whichever function has opened them, and is replaced.
     """
+    again: Counter[str] = Counter()
+    default = 0
 
     class Registry(dict[Any, Any]):
-        def __setitem__(self, group: Any, name: Any) -> None:
-            _opened[str(name)] += 1
-            super().__setitem__(group, name)
-            opened(group, str(name))
+        def __setitem__(self, group: Any, ranks: Any) -> None:
+            nonlocal default
+            super().__setitem__(group, ranks)
+            if (name := distributed_c10d._pg_names.get(group)) is not None:  # this rank belongs to it
+                default += group.group_desc == "default_pg" and len(ranks) > 1  # others know none of its own
+                members = f"{name}/{zlib.crc32(repr([*ranks]).encode()):08x}/{default}"
+                _keys[group] = key = f"{members}/{again[members]}"
+                again[members] += 1
+                opened(group, key, [*ranks])
 
         def __delitem__(self, group: Any) -> None:
-            _close(group, self[group])
-            closed(group)
+            if group in _keys:
+                closed(group, _keys[group])
+                not_countable.discard(group)
+                del _keys[group]
             super().__delitem__(group)
 
+        def pop(self, group: Any, *default: Any) -> Any:
+            ranks = self.get(group, *default)
+            if group in self:
+                del self[group]
+            return ranks
+
         def clear(self) -> None:
-            for group in list(self):
+            for group in reversed(self.copy()):  # the default group last
                 del self[group]
 
-    _opened.update({str(name): 1 for name in distributed_c10d._pg_names.values() if str(name) not in _opened})
-    for group, name in distributed_c10d._pg_names.items():
-        opened(group, str(name))
-    distributed_c10d._pg_names = Registry(distributed_c10d._pg_names)
+    before = distributed_c10d._pg_group_ranks
+    distributed_c10d._pg_group_ranks = Registry()
+    for group, ranks in before.items():
+        distributed_c10d._pg_group_ranks[group] = ranks
 
     yield
-    distributed_c10d._pg_names = dict(distributed_c10d._pg_names)
+    distributed_c10d._pg_group_ranks = dict(distributed_c10d._pg_group_ranks)
+    _keys.clear()
+    not_countable.clear()
 
 
 @contextmanager

@@ -33,7 +33,6 @@ from ddp_manual.terminal import counted
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
 from ddp_manual.worker.private_torch import (
     CODE_OF_COLLECTIVES,
-    closed_groups,
     collectives_unfinished,
     innermost_frames,
     open_groups,
@@ -131,11 +130,11 @@ class Reporter:
         groups, where = open_groups(), whereabouts(self.thread)
         # Not while the rank begins others: some are unfinished at any time then, and torch's recorder is in use.
         unfinished = (
-            collectives_unfinished() if self._sent_beat and groups.begun == self._sent_beat.collectives else None
+            collectives_unfinished() if self._sent_beat and groups.operations == self._sent_beat.operations else None
         )
         beat = self.progress.beat(
             collectives=groups.begun,
-            closed=closed_groups(),
+            operations=groups.operations,
             timeouts=groups.timeouts,
             unfinished=unfinished or 0,
             return_at_once=groups.return_at_once,

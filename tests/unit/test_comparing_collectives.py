@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ from ddp_manual.protocol.collectives import (
 from ddp_manual.protocol.lost_ranks import RECORDS_WITHIN, Watch
 from ddp_manual.wire import as_json, encode_local
 from ddp_manual.worker import collectives as recording
+from ddp_manual.worker import private_torch
 from ddp_manual.worker.private_torch import hide_from_dynamo
 from tests.runs import run_info
 
@@ -52,7 +54,7 @@ def test_a_worker_whose_memory_cannot_be_read_is_not_compared_and_its_last_words
         with theirs, subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as process:
             worker = Worker(process.pid, ours, faults, process)
             await worker.attach(heard.append, lambda: None)
-            for said in (from_worker.RecordsMemory(77), from_worker.RecordsMemory(0), last_words):
+            for said in (from_worker.RecordsMemory(77, True), from_worker.RecordsMemory(0, True), last_words):
                 theirs.sendall(encode_local(said))
             await wait_until(lambda: last_words in heard, WITHIN)
             assert not worker.is_gone and worker.heartbeat().calls == {}
@@ -184,7 +186,7 @@ def test_groups_share_the_numbers_that_an_agent_replies_with() -> None:
     read, memory = Records(), memoryview(bytearray(collectives.MEMORY_SIZE))
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, collectives.MEMORY_SIZE)
-    read.open(os.getpid(), descriptor)
+    read.open(os.getpid(), descriptor, complete=True)
     for identity in range(1, 5):
         read.add_group({"identity": identity, "key": f"g{identity}", **OF_WORKER})
     for begun in range(1, 401):
@@ -212,13 +214,52 @@ def records_of(*calls: Calls, backend: str = "fake") -> Records:
         for call in calls:
             call(record)
         read = Records()
-        read.open(os.getpid(), told[0].descriptor)
+        read.open(os.getpid(), told[0].descriptor, complete=told[0].complete)
         for one in told[1:]:
             read.add_group(asdict(one))
         return read
     finally:
         recorder.stop()
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_an_agent_counts_what_is_recorded_of_groups_that_are_open_or_closed_otherwise_what_torch_says(
+    monkeypatch: pytest.MonkeyPatch, *, hooks: bool
+) -> None:
+    if not hooks:
+        monkeypatch.setattr(recording, "operations_of_hooks", lambda wanted: {})
+    found: list[tuple[dict[str, int], dict[str, int]]] = []
+
+    def count(told: list[Any]) -> None:
+        read = Records()
+        for one in told:
+            match one:
+                case from_worker.RecordsMemory():
+                    read.open(os.getpid(), one.descriptor, complete=one.complete)
+                case from_worker.GroupOpened():
+                    read.add_group(asdict(one))
+                case from_worker.GroupClosed():
+                    read.close_group(one.key, one.begun)
+        found.append(read.count(private_torch.open_groups().begun))
+
+    told: list[Any] = []
+    recorder = recording.Recorder(told.append)
+    recorder.start()
+    for _ in range(2):
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+        dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(1))
+        dist.send(torch.ones(1), 1)
+        count(told)
+        dist.destroy_process_group()
+        count(told)
+    recorder.stop()
+    # torch's stand-in for a backend counts nothing; where one rank has sent, what it says does not count.
+    ranks = f"{zlib.crc32(b'[0, 1]'):08x}"
+    began = {"0": 1, "1": 0} if hooks else {"1": 0}
+    first, second = ({f"{name}/{ranks}/{time}/0": count for name, count in began.items()} for time in (1, 2))
+    assert found == [(first, {}), ({}, first), (second, first), ({}, {**first, **second})]
 
 
 def recorded(*calls: Calls, backend: str = "fake") -> dict[str, Sequence[tuple[int, int]]]:
@@ -336,5 +377,5 @@ def test_the_backends_of_a_group_have_orders_of_their_own() -> None:
     one = recorded_of_both(on_cpu, elsewhere, barrier, on_cpu, elsewhere)
     other = recorded_of_both(elsewhere, on_cpu, elsewhere, barrier, on_cpu)
     assert one == other
-    assert {key.split("/")[2]: len(chains) for key, chains in one.items()} == {"cpu": 3, "meta": 2}
+    assert {key.split("/")[4]: len(chains) for key, chains in one.items()} == {"cpu": 3, "meta": 2}
     assert recorded_of_both(on_cpu, barrier) != recorded_of_both(barrier, on_cpu)

@@ -64,7 +64,7 @@ def test_whether_collectives_return_at_once_follows_from_the_backend_that_has_be
     }
     group = Hashable(_device_types=tuple(backends), _get_backend=backends.__getitem__)
     monkeypatch.setattr(private_torch.distributed_c10d, "_world", SimpleNamespace(pg_names={group: "0"}))
-    assert private_torch.open_groups() == ({"0": gloo + nccl}, {}, at_once)
+    assert private_torch.open_groups() == ({"0": gloo + nccl}, {}, gloo + nccl, at_once)
 
 
 def test_the_end_does_not_wait_for_threads_that_sleep_and_not_for_ever_for_one_that_never_does() -> None:

@@ -39,7 +39,9 @@ def test_the_first_message_comes_before_any_heartbeat() -> None:
 def test_a_heartbeat_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where torch raises: the thread also ends this process once the agent is gone."""
     fails = iter([True])
-    monkeypatch.setattr(reporter_module, "open_groups", lambda: OpenGroups({}, {}, 1 / 0 if next(fails, 0) else False))
+    monkeypatch.setattr(
+        reporter_module, "open_groups", lambda: OpenGroups({}, {}, 1 // 0 if next(fails, 0) else 0, False)
+    )
     channel, agents = socket.socketpair()
     reporter = Reporter(channel, from_worker.Born(1))
     assert type(first_messages(agents, 2)[1]) is from_worker.Doing
@@ -61,7 +63,7 @@ def test_a_rank_whose_gpu_has_collectives_to_complete_waits_for_others(
     monkeypatch: pytest.MonkeyPatch, unfinished: int | None, syncs: bool, nccl: bool, inside: bool
 ) -> None:
     """What torch says of NCCL is a fake, for want of a GPU. Where torch says nothing, the line of the thread counts."""
-    monkeypatch.setattr(reporter_module, "open_groups", lambda: OpenGroups({"0": 7}, {}, nccl))
+    monkeypatch.setattr(reporter_module, "open_groups", lambda: OpenGroups({"0": 7}, {}, 7, nccl))
     monkeypatch.setattr(reporter_module, "collectives_unfinished", lambda: unfinished)
     monkeypatch.setattr(reporter_module, "whereabouts", lambda thread: Whereabouts(syncs=syncs))
     channel, agents = socket.socketpair()

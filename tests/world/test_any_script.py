@@ -324,23 +324,35 @@ def test_a_rank_that_opens_a_process_group_beside_one_that_has_finished_is_told_
 
 
 OPENS_AGAIN = """
-    import threading
+    import os, threading
     import torch, torch.distributed as dist
     dist.init_process_group("gloo")
     rank, x = dist.get_rank(), torch.ones(4)
+
+    def wait():  # as in a collective, or in a long backward pass
+        late = torch.futures.Future()
+        threading.Timer(4, late.set_result, [1]).start()
+        late.wait()
+
+    pair = dist.new_group([1, 2])
+    if rank:
+        dist.all_reduce(x, group=pair)
     for _ in range(3000):  # more than a heartbeat says in time
         dist.all_reduce(x)
-    dist.destroy_process_group()
-    if rank:  # two go on, and torch gives their group the same name
-        dist.init_process_group("gloo", init_method="file://{store}", rank=rank - 1, world_size=2)
-        for _ in range(3010):
-            dist.all_reduce(x)
-        if rank == 2:
-            late = torch.futures.Future()
-            threading.Timer(4, late.set_result, [1]).start()
-            late.wait()  # as in a collective, or in a long backward pass
-        dist.all_reduce(x)
+    if rank == 2:
         dist.destroy_process_group()
+        os._exit(0)
+    dist.send(x, 1) if rank == 0 else dist.recv(x, 0)  # gloo numbers these too
+    wait()
+    dist.destroy_process_group()
+    # Two go on, and torch gives their groups the same names.
+    dist.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=2)
+    pair = dist.new_group([0, 1])
+    for _ in range(3010):
+        dist.all_reduce(x, group=pair)
+    wait()
+    dist.all_reduce(x)
+    dist.destroy_process_group()
 """
 
 
