@@ -98,7 +98,7 @@ class Join:
         self._spec, self._task, self._steps = spec, task, steps
         self._since = since
         self._log = log
-        self._log_waiting = (lambda line: None) if task.another_speaks else log
+        self._log_waiting = (lambda line: None) if task.waits_silently else log
         self._waiting = Waiting(spec.join_timeout, (lambda line: None) if task.searches_silently else log)
         self._run: RunInfo
         self._roll_call: Step | None = None

@@ -80,7 +80,12 @@ class Agent:
         self._print_error = print_error
         self._start_worker = start_worker
         self._join = Join(spec, task, steps=self.steps, log=log)
-        self.protocol = AgentProtocol(*(spec, self, time.monotonic()), name=task.name, chose_folder=task.chose_folder)
+        self.protocol = AgentProtocol(
+            *(spec, self, time.monotonic()),
+            name=task.name,
+            chose_folder=task.chose_folder,
+            in_one_terminal=task.in_one_terminal,
+        )
         self._signal_before = 0
         """What has come before this rank ran."""
         self.worker: Worker
@@ -242,7 +247,7 @@ class Agent:
             case messages.Refused():
                 self.fail(self._join.refusal(message))
             case messages.Line():
-                if not self.task.another_speaks:
+                if self.task.is_news(message.text):
                     self.log(message.text)
             case messages.AskStacks():
                 self._ending.in_background(self._send_stacks())

@@ -57,8 +57,10 @@ async def try_to_reach(address: str, port: int) -> str | None:
     expected = greeting(port)
     received, connected = b"", False
     loop = asyncio.get_running_loop()
-    connection = socket.socket(family(address))
-    connection.setblocking(False)
+    try:
+        connection = socket.socket(family(address), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError as error:  # this process has too many open files
+        return str(error.strerror)
     try:
         await asyncio.wait_for(loop.sock_connect(connection, (address, port)), CONNECT_TIMEOUT)
         connected = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,8 +46,12 @@ class Task:
     """The arguments of the program that may differ between ranks."""
     launched: str | None = None
     """The command that resumes the run, if ``launch`` has started the ranks."""
-    another_speaks: bool = False
-    """Whether another rank says in the same terminal what all ranks are told, such as which are missing."""
+    is_news: Callable[[str], bool] = lambda line: True
+    """Whether a line that all ranks are told is not shown yet in this rank's terminal, by another rank."""
+    in_one_terminal: bool = False
+    """Whether all ranks of the run share this rank's terminal."""
+    waits_silently: bool = False
+    """Whether another rank says in the same terminal which ranks are missing."""
     searches_silently: bool = False
     """Whether another rank of this host says in the same terminal why rank 0 is not found."""
     wait_until_ready: bool = False

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -114,6 +115,8 @@ class Ranks:
         """Whether any attempt has taken a step."""
         self._said: set[tuple[str, ...]] = set()
         """What ranks have said why they end, in this attempt."""
+        self._lines: Counter[str] = Counter()
+        """How often each line is shown that all ranks are told."""
         self._is_stopping = self._passes_on = False
         """Whether a signal has asked all to stop; whether a signal is passed on just now."""
 
@@ -143,6 +146,7 @@ class Ranks:
             logs = [stack.enter_context(file.open("ab")) for file in files]
             outputs = [RankOutput(log, rank, self._writer) for rank, log in zip(ranks, logs, strict=True)]
             self._said.clear()
+            self._lines.clear()
             config = self._to_go_on() if restarts else self.job.config
             self.agents = [
                 self._agent(rank, config, restarts, output) for rank, output in zip(ranks, outputs, strict=True)
@@ -175,12 +179,26 @@ class Ranks:
         job, world_size = self.job, self.hosts.world_size
         place: dict[str, Any] = {"world_size": world_size, "rank": rank, "run_id": job.run_id}
         own = dataclasses.replace(job.spec, **place, sources={**job.spec.sources, **dict.fromkeys(place, "flag")})
-        task = self.task(own, config, restarts)
-        first = self.hosts.ranks[0]
-        speaker = 0 if self.hosts.by_ssh else first  # with ssh the ranks of all hosts share one terminal
+        first, by_ssh = self.hosts.ranks[0], self.hosts.by_ssh
+        speaks = first == 0 or not by_ssh  # with ssh the ranks of all hosts share one terminal
+        told: Counter[str] = Counter()
+
+        def is_news(line: str) -> bool:
+            told[line] += 1
+            is_first = speaks and told[line] > self._lines[line]
+            self._lines[line] += is_first
+            return is_first
+
+        task = dataclasses.replace(
+            self.task(own, config, restarts),
+            is_news=is_news,
+            in_one_terminal=by_ssh or len(self.hosts.ranks) == world_size,
+            waits_silently=not speaks or rank != first,
+            searches_silently=rank != first,
+        )
         agent = Agent(
             own,
-            dataclasses.replace(task, another_speaks=rank != speaker, searches_silently=rank != first),
+            task,
             start_worker=lambda held: self.starter.start(rank, world_size, held, output),
             log=lambda line: output.print(f"{terminal.tag(rank)} {line}", shown=not self._passes_on),
             print_error=lambda error: self.print_error(rank, error, output),

@@ -142,6 +142,7 @@ class AgentProtocol:
     Args:
         name: what the worker runs, as lines call it.
         chose_folder: whether somebody has named the run's folder.
+        in_one_terminal: whether all ranks share one.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class AgentProtocol:
         *,
         name: str,
         chose_folder: bool,
+        in_one_terminal: bool,
     ) -> None:
         self._spec, self._shell, self._name = spec, shell, name
         self.state: states.State = states.Searching()
@@ -163,6 +165,7 @@ class AgentProtocol:
         self.is_own_folder = False
         """Whether this rank writes there: see ``run_folder.own_run_dir``."""
         self.chose_folder = chose_folder
+        self._in_one_terminal = in_one_terminal
         self.so_far: RunSoFar | None = None
         """What this rank tells a new rank 0, once it has been in the run."""
         self.has_trained = False
@@ -653,7 +656,7 @@ class AgentProtocol:
         match self.signals.look(self._shell.worker.beat, now):
             case str(unreached):
                 self._shell.log(unreached)
-                if self.run is not None and not self.run.launched:  # otherwise all ranks share a terminal, and Ctrl-C
+                if self.run is not None and not self._in_one_terminal:  # otherwise all ranks say so there
                     self.send(messages.Tell(unreached))
             case Stopped() as error:
                 error.next = self.again

@@ -582,8 +582,11 @@ class CoordinatorProtocol:
                 self._stop_step.take(rank, message.steps)
                 self._name_stop_step()
             case messages.Tell(text):
-                line = f"{self.roll_call.info(rank).who}: {printable(text)}"
-                self._watch.send_to_all(messages.Line(line), without=[rank])
+                teller = self.roll_call.info(rank)
+                # Under launch the ranks of its host share its terminal.
+                beside = [info.rank for info in self.roll_call.infos() if info.host_id == teller.host_id]
+                line = messages.Line(f"{teller.who}: {printable(text)}")
+                self._watch.send_to_all(line, without=beside if self.run.launched else [rank])
             case messages.Leaves(words, at_work):
                 if at_work and self._works(rank):
                     verdict = causes_of_loss.verdict_about(self.roll_call.info(rank), words, judged=False)

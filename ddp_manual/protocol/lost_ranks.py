@@ -45,6 +45,8 @@ BLAME_WITHIN = 1.5
 STALL_LINE = 30.0
 # Seconds after which ``status`` shows the same.
 WAIT_SHOWN = 5.0
+# Seconds for which a probe of the network holds.
+PROBES_HOLD = 60.0
 # Ranks that have a line each, of those that are stopped, slow or in a debugger at the same moment.
 MOST_LINES = 8
 # Seconds that ranks wait in a collective for ranks that have finished.
@@ -207,7 +209,8 @@ class Watch:
         """Return which hosts cannot connect to each other, if all are here and wait; None while they still try."""
         if stall.behind or len(self.heard()) < len(self._all_ranks):  # nobody answers for a rank that has left
             return ()
-        self.probes = self.probes or self.probe_network(now)
+        if self.probes is None or now - self.probes.since > PROBES_HOLD:
+            self.probes = self.probe_network(now)
         return self.probes.failing(now)
 
     def _who_waits(self, stall: Stall) -> str:

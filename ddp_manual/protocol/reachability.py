@@ -53,7 +53,7 @@ class Probes:
         self._hosts = [infos[leader] for _, leader in leaders]
         self._silent = set(range(len(leaders))) if len(leaders) > 1 else set()
         self._failing: list[Pair] = []
-        self._until, self._looked = now + REPORT_TIMEOUT, now
+        self._until, self._looked, self.since = now + REPORT_TIMEOUT, now, now
         self._round = next(_rounds)
 
     def requests(self) -> Iterator[tuple[int, Probe]]:

@@ -264,22 +264,34 @@ def test_the_time_out_counts_of_the_group_that_ranks_wait_in_otherwise_the_short
     assert (stall.waiting, stall.behind) == ([0], [1])
 
 
-def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may() -> None:
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        ({0: 8, 1: 7}, "rank 0 waits for rank 1 (on train.py:1 in f), for 30 s so far; the run ends after 11519 s"),
+        # Rank 1 has done its work and left: nobody probes the network for it.
+        ({0: 8, 2: 8}, "ranks 0, 2 wait for each other, for 30 s so far; the run ends after 11519 s"),
+    ],
+)
+def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may(counts: dict[int, int], says: str) -> None:
     """The roll call and the connections are stand-ins: only what is sent matters here."""
     sent: list[Any] = []
-    run = replace(RUN, world_size=2, **OF_SCRIPT)
-    roll_call = SimpleNamespace(run=run, info=lambda rank: None, works=True, hear=lambda *_: None)
-    peer = SimpleNamespace(connection=SimpleNamespace(write=lambda line: sent.append(json.loads(line))))
-    watch = Watch(roll_call, {0: peer}, 0.0)  # type: ignore[arg-type,dict-item]
-    for rank in range(2):
-        watch.hear(rank, replace(training(7, 8 - rank, inside=rank == 0), timeouts={"": 14400.0}), 0.0)
+    run = replace(RUN, world_size=1 + max(counts), **OF_SCRIPT)
+    infos = [RankInfo(rank=rank, world_size=3, host="vm", pid=rank) for rank in range(run.world_size)]
+    roll_call = SimpleNamespace(run=run, works=True, info=None, infos=lambda: infos, hear=lambda *_: None)
+    roll_call.members = {rank: SimpleNamespace(heard=0.0) for rank in counts}
+    write = lambda line: sent.append(json.loads(line)["text"])  # noqa: E731
+    peers = {rank: SimpleNamespace(left=False, connection=SimpleNamespace(write=write)) for rank in counts}
+    watch = Watch(roll_call, peers, 0.0)  # type: ignore[arg-type]
+    for rank in {*range(run.world_size)} - counts.keys():
+        watch.health.finish(rank)
+        watch.health.leave(rank)
+    for rank, count in counts.items():
+        watch.hear(rank, replace(training(7, count, inside=count == 8), timeouts={"": 14400.0}), 0.0)
         for at in (8.0, 16.0, 24.0, 30.0):
             watch.hear(rank, None, at)
     for now in (30.0, 30.5, 31.0):
         watch.check_health(now)
-    [line] = sent
-    waits = "rank 0 waits for rank 1 (on train.py:1 in f), for 30 s so far"
-    assert line["text"] == (f"{waits}; the run ends after 11519 s (80% of their process group's time-out of 14400 s)")
+    assert sent == [f"{says} (80% of their process group's time-out of 14400 s)"] * len(counts)
 
 
 class Odd:

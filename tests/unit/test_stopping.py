@@ -84,7 +84,9 @@ def test_a_program_that_has_left_gets_its_signals_again() -> None:
 
 def test_a_rank_that_rank_0_has_left_alone_stops_after_its_own_next_step() -> None:
     shell = mock.MagicMock()
-    agent = AgentProtocol(WorldSpec(world_size=2, rank=1), shell, 0.0, name="train.py", chose_folder=True)
+    agent = AgentProtocol(
+        WorldSpec(world_size=2, rank=1), shell, 0.0, name="train.py", chose_folder=True, in_one_terminal=False
+    )
     agent.enter(states.Alone())
     agent.take_from_worker(from_worker.TakesStops(), 4.0)
     agent.take_signal(signal.SIGTERM, 6.0)

@@ -388,6 +388,25 @@ def test_a_rank_that_has_closed_its_group_too_early_is_named_and_not_the_one_who
         assert "rank 0 began last the 10th of the default group" in error
 
 
+def test_under_launch_another_rank_shows_the_line_that_rank_0_is_not_told(start: Start, tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        "debugged.py",
+        """
+        import os, pdb, threading, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 0:
+            reading, writing = os.pipe()
+            threading.Timer(4, os.write, (writing, b"c\\n")).start()
+            pdb.Pdb(stdin=os.fdopen(reading), stdout=open(os.devnull, "w")).set_trace()
+        dist.barrier()
+        """,
+    )
+    launched = start(*DDP_MANUAL, "launch", "--nproc", 3, script, cwd=tmp_path)
+    assert launched.wait() == 0, launched.err
+    assert launched.err.count("is in a debugger, on debugged.py:") == 1
+
+
 def test_ctrl_c_reaches_the_script_and_ends_the_run_in_seconds(ranks: Ranks, tmp_path: Path) -> None:
     processes = ranks(write(tmp_path, "waits.py", WAITS))
     for process in processes:
