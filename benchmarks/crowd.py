@@ -35,24 +35,21 @@ from benchmarks.simulated_ranks import (
 from ddp_manual import collectives
 from ddp_manual.agent.collective_records import Records
 from ddp_manual.messages import (
-    LONGEST_TEXT,
     AskRecords,
-    Beat,
     Failed,
     Finished,
     Goodbye,
     Heartbeat,
-    LastWords,
     Look,
     Probed,
     Question,
-    RankInfo,
     RecordsReply,
     StacksReply,
     read_from_rank_0,
 )
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.ranks_and_runs import LONGEST_TEXT, Beat, LastWords, RankInfo
 from ddp_manual.wire import encode
 
 WITHIN = 150.0

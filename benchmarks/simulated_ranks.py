@@ -25,7 +25,6 @@ from msgspec.structs import replace
 
 from ddp_manual.agent.installed import code_digests, installed_versions
 from ddp_manual.messages import (
-    Beat,
     Claim,
     FromRank0,
     Greeting,
@@ -34,17 +33,15 @@ from ddp_manual.messages import (
     Placed,
     Probe,
     Probed,
-    RankInfo,
-    Ready,
     Refused,
     RunEnds,
-    RunInfo,
     Welcome,
     WorkerReady,
     read_from_rank_0,
 )
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.ranks_and_runs import Beat, RankInfo, Ready, RunInfo
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.wire import encode, reader_of
 

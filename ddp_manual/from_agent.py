@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddp_manual.messages import LastWords, Message, Placed
+from ddp_manual.messages import Message, Placed
 from ddp_manual.program import Program
+from ddp_manual.ranks_and_runs import LastWords
 from ddp_manual.wire import Read, local_reader_of
 
 

@@ -14,8 +14,8 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from ddp_manual.join_steps import Step
-from ddp_manual.messages import JOINING, Beat, LastWords, Message, Ready
-from ddp_manual.messages.ranks_and_runs import LARGEST
+from ddp_manual.messages import Message
+from ddp_manual.ranks_and_runs import JOINING, LARGEST, Beat, LastWords, Ready
 from ddp_manual.wire import Read, local_reader_of, printable
 
 # Characters of a line of the program.

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import signals
+from ddp_manual import processes
 
 if TYPE_CHECKING:
     import psutil
@@ -35,7 +35,7 @@ _adopts: list[bool] = []
 def adopt() -> None:
     """Become the parent of each process below this one whose parent ends."""
     if sys.platform == "linux" and not _adopts:
-        signals.adopt_orphans()
+        processes.adopt_orphans()
         _adopts.append(True)
 
 
@@ -168,7 +168,7 @@ def _below(pid: int) -> list[psutil.Process]:
 
     children: dict[int, list[int]] = {}
     for other in psutil.pids():
-        if stat := signals.process_stat(other):
+        if stat := processes.process_stat(other):
             children.setdefault(int(stat[1]), []).append(other)
     below, found = [pid], list[psutil.Process]()
     for above in below:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from ddp_manual import signals
+from ddp_manual import signal_handlers
 
 # Bytes that are kept for a reader who comes back.
 ROOM = 1 << 20
@@ -198,7 +198,7 @@ def never_block(patience: float = LAST_LINES_WITHIN) -> Iterator[None]:
         sys.stdout, sys.stderr = before
         unread = [writer for writer in _writers.values() if not writer.wait_for_the_last_lines()]
         if unread and patience > LAST_LINES_WITHIN:
-            signals.end_by_default()
+            signal_handlers.end_by_default()
             for writer in unread:
                 writer.wait(patience, patience)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_manual.messages import RankInfo, Ready, RunInfo
+from ddp_manual.ranks_and_runs import RankInfo, Ready, RunInfo
 
 
 def run_info(**other: Any) -> RunInfo:

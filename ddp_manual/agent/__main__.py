@@ -11,7 +11,7 @@ import asyncio
 import signal
 import socket
 
-from ddp_manual import signals, terminal, unread
+from ddp_manual import signal_handlers, terminal, unread
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.to_type import script_command
 from ddp_manual.agent.what_to_run import Task
@@ -25,9 +25,9 @@ from ddp_manual.world_options import WorldSpec
 @unread.never_block()
 def main(channel: int, faults: int) -> None:
     """Serve the script at the other end of ``channel`` until it has left, or was told why the run ends."""
-    for number in (*signals.handled(), signals.SAVE):  # the script alone handles signals
+    for number in (*signal_handlers.handled(), signal_handlers.SAVE):  # the script alone handles signals
         signal.signal(number, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.BLOCKED_AT_START)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal_handlers.BLOCKED_AT_START)
     connection = socket.socket(fileno=channel)
     reader = LineReader(local_reader_of(Attach))
     while not (messages := [*reader.feed(data := connection.recv(1))]):  # byte by byte: the event loop reads the rest

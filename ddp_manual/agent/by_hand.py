@@ -22,7 +22,7 @@ from ddp_manual.errors import DdpManualError
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.option_fields import as_flags
 from ddp_manual.program import MODULE, Program
-from ddp_manual.training import checkpoint_files, own_code
+from ddp_manual.training import checkpoint_files, own_factory
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.world_options import WorldSpec
 
@@ -117,8 +117,8 @@ def check_options(spec: WorldSpec, config: TrainConfig) -> None:
     CheckpointMissing if --resume names no checkpoint."""
     config.check_world(spec)
     for option in ("model", "dataset"):
-        if own_code.is_own_factory(value := getattr(config, option)):
-            own_code.check_module(option, value)
+        if own_factory.is_own_factory(value := getattr(config, option)):
+            own_factory.check_module(option, value)
     if spec.rank == 0:
         config.check_trackers(spec)
         checkpoint_files.check_run_dir(config, may_go_on=spec.on_loss != LEAVE)

@@ -20,13 +20,14 @@ from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.deadline import Waiting
 from ddp_manual.errors import DdpManualError
-from ddp_manual.messages import FromRank, FromStranger, Heartbeat, RankInfo, RunInfo, RunSoFar, read_from_stranger
+from ddp_manual.messages import FromRank, FromStranger, Heartbeat, read_from_stranger
+from ddp_manual.processes import process_stat, stopped_by
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import LONGEST_HELLO, Peer
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.ranks_and_runs import RankInfo, RunInfo, RunSoFar
 from ddp_manual.run_folder import holds_another_run, own_run_dir
-from ddp_manual.signals import process_stat, stopped_by
 from ddp_manual.terminal import as_ranges, in_words
 
 TICK = 0.1

@@ -20,11 +20,12 @@ from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.name_lookup import resolve_in_thread
 from ddp_manual.deadline import POLL_EVERY, Waiting
 from ddp_manual.errors import MasterLost, TokenMismatch
-from ddp_manual.messages import more_seconds, read_from_rank_0
+from ddp_manual.messages import read_from_rank_0
 from ddp_manual.protocol.compatibility import other_version
 from ddp_manual.protocol.handshakes import CLOSED
 from ddp_manual.protocol.search import NOT_RANK_0, Answer, Search, Seen
 from ddp_manual.protocol.token_proof import Seal, Unsealed
+from ddp_manual.ranks_and_runs import more_seconds
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 
 # TCPStore.cpp: every client first sends VALIDATE and a magic number; PING is answered with its own four bytes.

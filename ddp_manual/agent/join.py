@@ -32,7 +32,6 @@ from ddp_manual.deadline import POLL_EVERY, Waiting
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import DdpManualError, TokenMismatch
 from ddp_manual.join_steps import Step, Steps
-from ddp_manual.messages import RankInfo, RunInfo, RunSoFar
 from ddp_manual.protocol.collective_variables import collective_variables
 from ddp_manual.protocol.compatibility import other_version
 from ddp_manual.protocol.missing_ranks import advice_for, all_here, missing_ranks_error, situation
@@ -40,6 +39,7 @@ from ddp_manual.protocol.program_arguments import named_arguments
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.search import Search
 from ddp_manual.protocol.token_proof import Seal, Unsealed
+from ddp_manual.ranks_and_runs import RankInfo, RunInfo, RunSoFar
 from ddp_manual.terminal import at, counted
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ddp_manual import from_agent, from_worker, left_behind, messages, run_folder, signals
+from ddp_manual import from_agent, from_worker, left_behind, messages, run_folder, signal_handlers
 from ddp_manual.agent import end_of_rank
 from ddp_manual.agent.coordinator import stopped_agent
 from ddp_manual.agent.end_of_rank import Ending, how_it_ended, leave_failure
@@ -40,9 +40,9 @@ from ddp_manual.errors import (
 )
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.join_steps import Steps
-from ddp_manual.messages import LastWords, Moment, RankInfo, RunInfo
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import SAVE_WITHIN, AgentProtocol, Answered
+from ddp_manual.ranks_and_runs import LastWords, Moment, RankInfo, RunInfo
 from ddp_manual.world_options import WorldSpec
 
 TICK = 0.25
@@ -89,7 +89,7 @@ class Agent:
         self._signal_before = 0
         """What has come before this rank ran."""
         self.worker: Worker
-        self.witness: signals.Witness | None = None
+        self.witness: signal_handlers.Witness | None = None
         """What tells which signals have been sent to a user's own program too."""
         self._forgetting: asyncio.TimerHandle | None = None
         self.held = HeldMemory.create()
@@ -106,7 +106,7 @@ class Agent:
         protocol = self.protocol
         self._ending = Ending(self.spec.rank, lambda: protocol.enter(states.Ended(was=protocol.state)))
         protocol.work.started = time.monotonic()
-        with signals.handle_in_event_loop(self.take_signal) if self.task.launched is None else nullcontext():
+        with signal_handlers.handle_in_event_loop(self.take_signal) if self.task.launched is None else nullcontext():
             try:
                 if self.spec.from_variables:
                     self.log(", ".join(self.spec.from_variables))
@@ -114,7 +114,7 @@ class Agent:
                     step.detail = f"up to {raise_descriptor_limit(self.spec)}"
                 self.worker = self._start_worker(self.held)
                 if self.task.launched is None and not self.worker.has_started_its_agent:
-                    self.witness = signals.Witness(own_session=False)
+                    self.witness = signal_handlers.Witness(own_session=False)
             except Exception as error:
                 self._ending.fail(error)
                 ended = await self._ending.wait()
@@ -150,9 +150,9 @@ class Agent:
 
         def gone(*, later: bool = False) -> None:
             if work is self.protocol.work:
-                if -(worker.status or 0) in signals.STOP and not (self.protocol.signals.passed_on or later):
+                if -(worker.status or 0) in signal_handlers.STOP and not (self.protocol.signals.passed_on or later):
                     # Its agent may get the same signal a moment later.
-                    asyncio.get_running_loop().call_later(signals.ONCE_WITHIN, partial(gone, later=True))
+                    asyncio.get_running_loop().call_later(signal_handlers.ONCE_WITHIN, partial(gone, later=True))
                 else:
                     self.protocol.worker_gone(time.monotonic())
 
@@ -347,7 +347,7 @@ class Agent:
         if self.witness is not None:
             if self._forgetting is not None:
                 self._forgetting.cancel()
-            within = signals.ONCE_WITHIN + signals.SENT_TO_ALL_WITHIN
+            within = signal_handlers.ONCE_WITHIN + signal_handlers.SENT_TO_ALL_WITHIN
             self._forgetting = asyncio.get_running_loop().call_later(within, self.witness.forget)
 
     def _watch_launcher(self) -> None:
@@ -376,7 +376,7 @@ class Agent:
             if self.witness is None or not self.witness.has_got(number, self.worker.pid):
                 self.worker.signal_all(number)
 
-        asyncio.get_running_loop().call_later(signals.SENT_TO_ALL_WITHIN, send_on)
+        asyncio.get_running_loop().call_later(signal_handlers.SENT_TO_ALL_WITHIN, send_on)
 
     def _tick(self) -> None:
         if not isinstance(self.protocol.state, states.Ended):

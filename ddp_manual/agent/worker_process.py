@@ -19,15 +19,15 @@ from pathlib import Path
 
 from msgspec.structs import asdict, replace
 
-from ddp_manual import from_agent, from_worker, left_behind, signals
+from ddp_manual import from_agent, from_worker, left_behind, processes, signal_handlers
 from ddp_manual.agent.collective_records import Records
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.worker_stack import WorkerStack
 from ddp_manual.deadline import wait_until
 from ddp_manual.errors import DdpManualError
 from ddp_manual.memory_cgroup import OomKills
-from ddp_manual.messages import Beat, LastWords
 from ddp_manual.protocol.agent import SAVE_WITHIN
+from ddp_manual.ranks_and_runs import Beat, LastWords
 from ddp_manual.wire import LONGEST_ANSWER, encode_local
 
 # Seconds. A worker that is silent for so long is in a C call that keeps the interpreter's lock, not in
@@ -173,7 +173,7 @@ class Worker:
                 pidfd = os.pidfd_open(self.pid)
 
         def end() -> None:  # at once, before the parent of the process collects its status
-            self.status = signals.exit_status(self.pid)
+            self.status = processes.exit_status(self.pid)
             ended.set()
 
         if pidfd is not None:
@@ -198,8 +198,8 @@ class Worker:
         """Return whether it has, where the kernel does not say when a process ends."""
         if self.has_started_its_agent or not os.path.isdir("/proc/self"):
             return self.is_gone
-        self.status = signals.exit_status(self.pid)
-        return self.status is not None or not signals.process_stat(self.pid)
+        self.status = processes.exit_status(self.pid)
+        return self.status is not None or not processes.process_stat(self.pid)
 
     def send(self, message: from_agent.FromAgent) -> None:
         if self._connection is not None:
@@ -221,7 +221,7 @@ class Worker:
 
     def stopped_by(self) -> str:
         """Return the name of the signal that has stopped the process; "" while it runs."""
-        return signals.stopped_by(self.pid)
+        return processes.stopped_by(self.pid)
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -237,7 +237,7 @@ class Worker:
         """Return the Python stacks of all threads except this package's own."""
         if name := self.stopped_by():
             return f"its worker is stopped: {name}"
-        if not signals.is_caught(self.pid, signals.STACKS):  # the signal would end it
+        if not processes.is_caught(self.pid, signal_handlers.STACKS):  # the signal would end it
             return "it runs no Python that could write a stack"
         return await self._stack.ask(self.signal, self.beat.place) or "its worker gave none"
 
@@ -276,7 +276,7 @@ class Worker:
             elif self.hears:
                 await self._let_it_save()
             if self.until is None and not (self.is_gone or self._takes_stops):
-                handles_it = signals.is_caught(self.pid, signal.SIGTERM)
+                handles_it = processes.is_caught(self.pid, signal.SIGTERM)
                 self.until = time.monotonic() + (grace if handles_it else TERM_GRACE)
                 self.signal_all(signal.SIGTERM)
             blocked_at = time.monotonic()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_manual import signals
+from ddp_manual import signal_handlers
 from ddp_manual.deadline import wait_until
 from ddp_manual.terminal import counted
 
@@ -56,7 +56,7 @@ class WorkerStack:
     async def ask(self, send: Callable[[int], None], place: str) -> str:
         """Have the worker, to which ``send`` sends a signal, write its stacks; "" if it does not."""
         self._written = before = ""
-        send(signals.STACKS)
+        send(signal_handlers.STACKS)
         await wait_until(lambda: bool(self._written), WRITTEN_WITHIN)
         while self._written != before:
             before = self._written

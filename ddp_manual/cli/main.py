@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import click
 
-from ddp_manual import errors, signals, terminal
+from ddp_manual import errors, signal_handlers, terminal
 from ddp_manual.cli.launching import hosted, launch, list_commands
 from ddp_manual.cli.looking import compare_runs, evaluate, list_checkpoints, list_runs, show_data, status
 from ddp_manual.cli.ranks import check, run_program, train
@@ -74,7 +74,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, after printing any error the way all errors are printed."""
     terminal.escape_what_cannot_be_shown()
     try:
-        with signals.raise_on_stop():
+        with signal_handlers.raise_on_stop():
             status = ddp_manual.main(args=arguments, prog_name="ddp-manual", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_manual import left_behind, signals
+from ddp_manual import left_behind, signal_handlers
 
 # Of ``python``, as getopt has them.
 PYTHON_OPTIONS = "bBc:dEhiIm:OPqRsSuvVW:xX:?"
@@ -33,7 +33,7 @@ def start_python(
     command = [sys.executable, *flags, str(program), *map(str, descriptors), str(os.getpid()), *who]
     # torch's C++ log is quiet, since our own log lines are clearer; what a worker starts is known by the mark.
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, left_behind.MARK: str(os.getpid())}
-    with signals.block_in_children():
+    with signal_handlers.block_in_children():
         return subprocess.Popen(command, pass_fds=[*descriptors, *inherited], env=environment, **options)
 
 
@@ -66,11 +66,11 @@ def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable
 
     Args:
         descriptors: those that are inherited.
-        ignored: what ``signals.ignored_at_start`` has returned.
+        ignored: what ``signal_handlers.ignored_at_start`` has returned.
     """
     who = [word for word in sys.argv[1:] if "=" in word]
-    with signals.block_in_children():
-        signals.handle_as_any_program(ignored)
+    with signal_handlers.block_in_children():
+        signal_handlers.handle_as_any_program(ignored)
         os.execv(
             sys.executable, [sys.executable, *python_flags(), sys.argv[0], *map(str, descriptors), str(parent), *who]
         )

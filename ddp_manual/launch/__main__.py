@@ -11,7 +11,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from ddp_manual import left_behind, signals, unread
+from ddp_manual import left_behind, signal_handlers, unread
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine
 from ddp_manual.errors import DdpManualError, Stopped
@@ -48,8 +48,8 @@ async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
         job = Job(spec=spec, run_id=spec.run_id or new_run_id(), run_dir=None, go_on=START_AGAIN, program=call.program)
         ranks = RanksOfFunction(job.at(master_port=port), Hosts([spec.world_size]), writer)
         started = Launch(job, [ranks])
-        with signals.handle_in_event_loop(started.take_signal), ranks.able_to_start():
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.BLOCKED_AT_START)
+        with signal_handlers.handle_in_event_loop(started.take_signal), ranks.able_to_start():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signal_handlers.BLOCKED_AT_START)
             asyncio.get_running_loop().add_reader(0, _stop_without_parent, started)
             await started.attempts()
     failed = first_of(started.failed)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ddp_manual import signals
+from ddp_manual import signal_handlers
 from ddp_manual.agent.to_type import status_command
 from ddp_manual.errors import DdpManualError, DiskFull, PeerGone, RunFilesError, Stopped, TrainingFailed
 from ddp_manual.launch.job import Job
@@ -20,7 +20,7 @@ from ddp_manual.text_wrapping import whole
 # Another attempt may go well after an exception of the training or the loss of a peer. After other errors it would not:
 # options, names, versions, files, data and devices would be the same. A rank that a signal has stopped was asked to.
 FIXED_BY_A_RESTART = (TrainingFailed.exit_code, PeerGone.exit_code)
-ASKED_TO_STOP = tuple(128 + number for number in signals.STOP)
+ASKED_TO_STOP = tuple(128 + number for number in signal_handlers.STOP)
 
 Failure = tuple[int, DdpManualError]
 """A rank, and the error that has ended it."""
@@ -81,12 +81,12 @@ class Launch:
         return not self.signalled and may_be_fixed(error) and self.restarts < self.job.max_restarts
 
     def take_signal(self, number: int) -> None:
-        if number != signals.SAVE:
+        if number != signal_handlers.SAVE:
             if not self.signalled:
                 say("stopping; a second signal ends all ranks at once")
             self.signalled = self.signalled or number
         # In our own training rank 0 saves for all.
-        for part in self.parts[: 1 if number == signals.SAVE and self.job.program is None else None]:
+        for part in self.parts[: 1 if number == signal_handlers.SAVE and self.job.program is None else None]:
             part.take_signal(number)
 
     def conclude(self) -> int:

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import msgspec
 
 import ddp_manual
-from ddp_manual import signals
+from ddp_manual import signal_handlers
 from ddp_manual.errors import BadOption, DdpManualError
-from ddp_manual.messages import LastWords
 from ddp_manual.program import MODULE, Program
-from ddp_manual.training import own_code
+from ddp_manual.ranks_and_runs import LastWords
+from ddp_manual.training import own_factory
 from ddp_manual.world_options import WorldSpec
 
 
@@ -69,7 +69,7 @@ class Call:
         """Import the script as a child of multiprocessing does, and return the function and its arguments."""
         script, copied = _Copier.loads((self.folder / "call").read_bytes())
         file = script.get("init_main_from_path") or script.get("init_main_from_name") or "the script"
-        with own_code.importing(
+        with own_factory.importing(
             Path(file).name, "each rank imports the script, for the function that spawn is to call"
         ):
             spawn.prepare(script)
@@ -111,7 +111,7 @@ def main() -> None:
     """Call the function as one of the ranks."""
     call = Call(Path(sys.argv[1]))
     train_fn, args = call.read()
-    with signals.raise_on_stop(), signals.ignore_save(), ddp_manual.join() as world:
+    with signal_handlers.raise_on_stop(), signal_handlers.ignore_save(), ddp_manual.join() as world:
         try:
             train_fn(world, *args)
         except Exception as error:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import ddp_manual
-from ddp_manual import left_behind, signals
+from ddp_manual import left_behind, processes, signal_handlers
 from ddp_manual.agent.program_source import source_of
 from ddp_manual.environment import machine, variables_for_a_rank
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
@@ -42,9 +42,9 @@ from ddp_manual.launch.session_messages import (
     read_from_launcher,
 )
 from ddp_manual.launch.this_host import Ranks, prepared
-from ddp_manual.messages import LastWords
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol.agent import SAVE_WITHIN
+from ddp_manual.ranks_and_runs import LastWords
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
 
 # Seconds in which the ranks of this host can say themselves that those of a lost host are gone.
@@ -57,16 +57,16 @@ def serve() -> int:
     A script may start processes in sessions of their own, which the end of their rank does not end. This process adopts
     them, and ends them when its child, which has the agents, has ended.
     """
-    signals.adopt_orphans()
+    processes.adopt_orphans()
     own = os.getpid()
     if child := os.fork():
-        signals.leave_signals_to_the_agent()
+        signal_handlers.leave_signals_to_the_agent()
         while (ended := os.wait())[0] != child:
             pass  # an adopted process
         left_behind.end_all()
         code = os.waitstatus_to_exitcode(ended[1])
         return code if code >= 0 else 128 - code
-    signals.die_with_parent(own)
+    processes.die_with_parent(own)
     left_behind.adopt()
     with ThreadPoolExecutor(1, "ddp_manual output") as writer:
         asyncio.run(_Served(writer).run())
@@ -90,7 +90,7 @@ class _Served:
         try:
             order = await self._messages.get()
             if isinstance(order, Order):
-                with signals.handle_in_event_loop(self._take_signal):
+                with signal_handlers.handle_in_event_loop(self._take_signal):
                     await self._follow(order)
         finally:
             for task in tasks:
@@ -133,7 +133,7 @@ class _Served:
             case Order() | Begin():
                 self._messages.put_nowait(message)
             case PassOn():
-                self._was_asked |= message.number in signals.STOP
+                self._was_asked |= message.number in signal_handlers.STOP
                 self._signal(message.number)
             case GiveUp():
                 self._give_up("the run is over")
@@ -157,7 +157,7 @@ class _Served:
 
     def _take_signal(self, number: int) -> None:
         """Pass on a signal of this host, which may be about to end the connection to the other side too."""
-        self._host_goes_down |= number != signals.SAVE
+        self._host_goes_down |= number != signal_handlers.SAVE
         self._signal(number)
 
     def _signal(self, number: int) -> None:

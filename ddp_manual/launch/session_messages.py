@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ddp_manual.launch.job import Hosts, Job
-from ddp_manual.messages import LastWords, Message
-from ddp_manual.messages.ranks_and_runs import Count, Port, Seconds
+from ddp_manual.messages import Message
+from ddp_manual.ranks_and_runs import Count, LastWords, Port, Seconds
 from ddp_manual.wire import Read, local_reader_of, reader_of
 
 MARK = b"\x1eddp-manual "

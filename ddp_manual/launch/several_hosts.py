@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ddp_manual import signals
+from ddp_manual import signal_handlers
 from ddp_manual.agent.program_source import check_program, source_of
 from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped
@@ -95,7 +95,7 @@ class HostedLaunch(Launch):
         return "\n".join([*lines, f"variables: {shlex.join(without_secrets(given)) or 'none'}"])
 
     async def _run(self) -> int:
-        with self.writer, signals.handle_in_event_loop(self.take_signal):
+        with self.writer, signal_handlers.handle_in_event_loop(self.take_signal):
             try:
                 if await self.is_over_before(self._prepare()):
                     raise Stopped(self.signalled, "before any rank was started")
@@ -188,10 +188,10 @@ class HostedLaunch(Launch):
             asyncio.get_running_loop().call_later(max(within, END_WITHIN) + 1, part.session.kill)
 
     def take_signal(self, number: int) -> None:
-        if number != signals.SAVE:
+        if number != signal_handlers.SAVE:
             if not self.signalled:
                 self._asked = time.monotonic()
-            elif time.monotonic() - self._asked > signals.ONCE_WITHIN and not self._closing:
+            elif time.monotonic() - self._asked > signal_handlers.ONCE_WITHIN and not self._closing:
                 # Also those of hosts that take no signal any more.
                 self._closing = [asyncio.ensure_future(part.session.close()) for part in self.parts]
             self.over.set()

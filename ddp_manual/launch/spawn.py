@@ -15,13 +15,13 @@ from subprocess import PIPE
 from types import FunctionType
 from typing import Any
 
-from ddp_manual import signals
+from ddp_manual import signal_handlers
 from ddp_manual.environment import launcher_variables
 from ddp_manual.environment.start_python import start_python
 from ddp_manual.errors import BadOption, PeerLost, signal_name
 from ddp_manual.launch.function import Call, name_of
 from ddp_manual.option_fields import option_fields
-from ddp_manual.training import own_code
+from ddp_manual.training import own_factory
 from ddp_manual.world_options import WorldSpec
 
 # The options that spawn decides: every rank is on this machine, and they are numbered in the order they are started.
@@ -47,7 +47,7 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
             rank that only lost another one is not the first.
         Stopped: a signal stopped the ranks, and all have ended.
     """
-    own_code.refuse_while_importing("spawn")
+    own_factory.refuse_while_importing("spawn")
     _check(train_fn, nprocs, args)
     spec = _spec(nprocs, world_options)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +68,7 @@ def _launch(call: Call) -> None:
     """
     word = f"folder={call.folder}"
     starting = start_python(Path(__file__).parent, [], [word], stdin=PIPE, start_new_session=True)
-    with starting as launcher, signals.handle_instead(launcher.send_signal):
+    with starting as launcher, signal_handlers.handle_instead(launcher.send_signal):
         status = launcher.wait()
     if status:
         how = signal_name(-status) if status < 0 else f"exit code {status}"

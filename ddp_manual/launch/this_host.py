@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import left_behind, signals, terminal
+from ddp_manual import left_behind, signal_handlers, terminal
 from ddp_manual.agent import by_hand
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program, forkable_imports
@@ -29,10 +29,10 @@ from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped
 from ddp_manual.launch.engine import Launch, Tell, say_how_to_look
 from ddp_manual.launch.job import Hosts, Job
-from ddp_manual.messages import from_last_checkpoint
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.program import without_secrets
 from ddp_manual.rank_output import RankOutput
+from ddp_manual.ranks_and_runs import from_last_checkpoint
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.text_wrapping import whole
 from ddp_manual.training import checkpoint_files
@@ -67,7 +67,7 @@ def launch_here(job: Job, hosts: Hosts) -> int:
 
 async def _run(job: Job, ranks: Ranks) -> int:
     launch = Launch(job, [ranks])
-    with signals.handle_in_event_loop(launch.take_signal), ranks.able_to_start():
+    with signal_handlers.handle_in_event_loop(launch.take_signal), ranks.able_to_start():
         await launch.attempts()
     return launch.conclude()
 
@@ -110,7 +110,7 @@ class Ranks:
         self.agents: list[Agent] = []
         self._paths = RunPaths(Path(job.run_dir)) if job.run_dir is not None else None
         self._writer = writer
-        self._witness: signals.Witness | None = None
+        self._witness: signal_handlers.Witness | None = None
         self._has_trained = False
         """Whether any attempt has taken a step."""
         self._said: set[tuple[str, ...]] = set()
@@ -132,7 +132,7 @@ class Ranks:
             self.starter = Forker(program, nproc, imports) if job.forks else Starter(program, nproc)
             stack.enter_context(closing(self.starter))
             if job.program is not None:
-                self._witness = stack.enter_context(closing(signals.Witness(own_session=True)))
+                self._witness = stack.enter_context(closing(signal_handlers.Witness(own_session=True)))
             yield
 
     async def attempt(self, restarts: int, tell: Tell) -> None:
@@ -242,10 +242,10 @@ class Ranks:
         return said
 
     def take_signal(self, number: int) -> None:
-        self._is_stopping |= number in signals.STOP
-        self._passes_on = number in signals.STOP  # launch says so for all
+        self._is_stopping |= number in signal_handlers.STOP
+        self._passes_on = number in signal_handlers.STOP  # launch says so for all
         # In our own training rank 0 saves for all.
-        for agent in self.agents[: 1 if number == signals.SAVE and self.job.program is None else None]:
+        for agent in self.agents[: 1 if number == signal_handlers.SAVE and self.job.program is None else None]:
             agent.take_signal(number)
         self._passes_on = False
 

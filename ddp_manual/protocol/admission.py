@@ -6,10 +6,10 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from ddp_manual.errors import DdpManualError, RankTaken, WorldSizeMismatch
-from ddp_manual.messages import RankInfo
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
+from ddp_manual.ranks_and_runs import RankInfo
 from ddp_manual.text_wrapping import whole
 
 if TYPE_CHECKING:

@@ -14,23 +14,14 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from ddp_manual import from_agent, from_worker, messages, signals
+from ddp_manual import from_agent, from_worker, messages, signal_handlers
 from ddp_manual.errors import CollectiveMismatch, DdpManualError, PeerLost, PeerStalled, Stopped
-from ddp_manual.messages import (
-    Beat,
-    LastWords,
-    Moment,
-    RankInfo,
-    RunInfo,
-    RunSoFar,
-    Verdict,
-    more_seconds,
-)
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import causes_of_loss, states
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
 from ddp_manual.protocol.stop_signals import Handling, StopSignals
+from ddp_manual.ranks_and_runs import Beat, LastWords, Moment, RankInfo, RunInfo, RunSoFar, Verdict, more_seconds
 from ddp_manual.wire import printable
 from ddp_manual.world_options import WorldSpec
 
@@ -623,7 +614,7 @@ class AgentProtocol:
 
     def _ask_all(self, number: int) -> None:
         """Have all ranks stop after the same step, or the worker save."""
-        if number == signals.SAVE:
+        if number == signal_handlers.SAVE:
             if isinstance(self.state, states.Placed):
                 self._tell(from_agent.Save())
         elif isinstance(self.state, states.Alone):  # nobody else names a step
@@ -636,9 +627,9 @@ class AgentProtocol:
         """Let the program handle a signal. One that asks it to stop is its first SIGTERM, or the same as ours."""
         worker = self._shell.worker
         has_been_asked = worker.until is not None
-        if number != signals.SAVE:
+        if number != signal_handlers.SAVE:
             worker.until = self._now + SAVE_WITHIN
-        if number == signals.SAVE or not has_been_asked:
+        if number == signal_handlers.SAVE or not has_been_asked:
             self._shell.pass_on(number)
 
     def _ask_step(self) -> None:

@@ -20,11 +20,11 @@ from ddp_manual.errors import (
     ReplicasDiffer,
     signal_name,
 )
-from ddp_manual.messages import LONGEST_TEXT, Beat, LastWords, RankInfo, RunInfo, Verdict
 from ddp_manual.protocol.collectives import rank_words
 from ddp_manual.protocol.reachability import Pair, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED
 from ddp_manual.protocol.stalls import Stall
+from ddp_manual.ranks_and_runs import LONGEST_TEXT, Beat, LastWords, RankInfo, RunInfo, Verdict
 from ddp_manual.terminal import as_ranges, counted, in_words
 
 # All ranks find these at the same moment, with the same words.

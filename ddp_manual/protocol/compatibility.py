@@ -14,10 +14,10 @@ from ddp_manual.errors import (
     VersionMismatch,
     WorldSizeMismatch,
 )
-from ddp_manual.messages import Option, Place, RankInfo, Ready, RunInfo
 from ddp_manual.option_fields import differing_options, side_by_side
 from ddp_manual.protocol.collective_variables import differing_variables
 from ddp_manual.protocol.program_arguments import differing_arguments, may_differ_option, shown
+from ddp_manual.ranks_and_runs import Option, Place, RankInfo, Ready, RunInfo
 from ddp_manual.terminal import counted
 
 Options = Mapping[str, Option]

@@ -17,7 +17,6 @@ from msgspec.structs import asdict, replace
 
 from ddp_manual import messages
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, Stopped, traceback_of
-from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Verdict, named_from_outside
 from ddp_manual.on_rank_loss import LEAVE, WAIT
 from ddp_manual.protocol import causes_of_loss
 from ddp_manual.protocol.compatibility import unlike
@@ -32,6 +31,7 @@ from ddp_manual.protocol.roll_call import Gathering, RollCall, Working
 from ddp_manual.protocol.seat_states import Seat
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Verdict, named_from_outside
 from ddp_manual.terminal import as_ranges
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
 

@@ -13,10 +13,11 @@ import msgspec
 
 from ddp_manual import messages
 from ddp_manual.errors import DdpManualError, TokenMismatch
-from ddp_manual.messages import LastWords, RankInfo, Signed, read_from_rank
+from ddp_manual.messages import Signed, read_from_rank
 from ddp_manual.protocol.compatibility import other_version
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.token_proof import Seal, Unsealed, claimed
+from ddp_manual.ranks_and_runs import LastWords, RankInfo
 from ddp_manual.wire import LONGEST_LINE, Read, printable, reader_of
 
 # Seconds until a connection must have said which rank it is, and more for each connection that is read before it.

@@ -11,10 +11,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ddp_manual.messages import Beat, RunInfo
 from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
 from ddp_manual.protocol.stalls import Stall, find_stall
 from ddp_manual.protocol.watched_rank import WatchedRank, began_fewer, by_group, since
+from ddp_manual.ranks_and_runs import Beat, RunInfo
 
 # A rank is slow if its own work takes this many times the median, for this many seconds.
 SLOW = 1.5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_manual.messages import RunInfo
+from ddp_manual.ranks_and_runs import RunInfo
 
 
 def heartbeat_period(run: RunInfo) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddp_manual.messages import Place, RankInfo
+from ddp_manual.ranks_and_runs import Place, RankInfo
 
 
 def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] | None = None) -> dict[int, Place]:

@@ -15,7 +15,6 @@ from typing import Any
 
 from ddp_manual import messages
 from ddp_manual.errors import OutOfMemory, PeerLost, TrainingFailed
-from ddp_manual.messages import Beat, LastWords, RankInfo, Verdict, more_seconds
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol.causes_of_loss import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.protocol.collectives import Comparison, Look, Seen
@@ -25,6 +24,7 @@ from ddp_manual.protocol.inquiries import Inquiries, Then
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.stalls import Stall
+from ddp_manual.ranks_and_runs import Beat, LastWords, RankInfo, Verdict, more_seconds
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import encode

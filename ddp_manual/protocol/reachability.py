@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from ddp_manual.errors import PeerUnreachable
-from ddp_manual.messages import Place, Probe, RankInfo
+from ddp_manual.messages import Probe
+from ddp_manual.ranks_and_runs import Place, RankInfo
 from ddp_manual.terminal import at
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import printable

@@ -15,10 +15,10 @@ from msgspec.structs import asdict, replace
 
 from ddp_manual.errors import MasterLost, PeerLost
 from ddp_manual.held_memory import Moment
-from ddp_manual.messages import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.on_rank_loss import SHRINK
 from ddp_manual.protocol.causes_of_loss import verdict_about
 from ddp_manual.protocol.heartbeat_times import silent_after
+from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.terminal import as_ranges, counted, in_words
 from ddp_manual.text_wrapping import whole
 

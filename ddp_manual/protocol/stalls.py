@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddp_manual.messages import LEAVING, LongestWait, RunInfo
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.watched_rank import WatchedRank, began_fewer, by_group, since
+from ddp_manual.ranks_and_runs import LEAVING, LongestWait, RunInfo
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_manual.errors import DdpManualError
-from ddp_manual.messages import Beat, Ready
+from ddp_manual.ranks_and_runs import Beat, Ready
 
 
 @dataclass(eq=False, kw_only=True)

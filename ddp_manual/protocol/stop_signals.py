@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ddp_manual.errors import DdpManualError, Stopped, asked_by
-from ddp_manual.messages import Beat
-from ddp_manual.signals import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
+from ddp_manual.ranks_and_runs import Beat
+from ddp_manual.signal_handlers import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
 from ddp_manual.world_options import WorldSpec
 
 # Seconds after which Ctrl-C ends a program that does not come out of a collective, where Python cannot react to it, and

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ddp_manual.errors import DdpManualError
-from ddp_manual.messages import LastWords, Refused, Signed
+from ddp_manual.messages import Refused, Signed
+from ddp_manual.ranks_and_runs import LastWords
 from ddp_manual.wire import Read, as_json, reader_of
 
 S = TypeVar("S", bound=Signed)

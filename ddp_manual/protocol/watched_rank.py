@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_manual.messages import Beat
+from ddp_manual.ranks_and_runs import Beat
 
 
 @dataclass

@@ -21,14 +21,14 @@ from ddp_manual.option_fields import as_flags
 from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.terminal import columns, counted, stdout_width
 from ddp_manual.text_wrapping import wrapped
-from ddp_manual.training import checkpoint_files, models, own_code
+from ddp_manual.training import checkpoint_files, models, own_factory
 from ddp_manual.training.data import Split
 from ddp_manual.training.data_memory import bring_to
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.evaluate import evaluate as evaluate_network
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.training.own_code import is_own_factory
+from ddp_manual.training.own_factory import is_own_factory
 from ddp_manual.training.run_files import write_predictions
 from ddp_manual.training.transforms import Normalise, unit_scale
 
@@ -241,7 +241,7 @@ def _read_trained(path: Path, config: TrainConfig) -> Trained | None:
             why=f"run: {error}",
             next="fix it; or move the model to a folder of its own, and say what it is by --model and --dataset",
         ) from None
-    for name, digest in own_code.sources(model=config.model, dataset=config.dataset).items():
+    for name, digest in own_factory.sources(model=config.model, dataset=config.dataset).items():
         factory = getattr(config, name.removesuffix("_source"))
         if factory == described.get(name.removesuffix("_source")) and run.get(name, digest) != digest:
             logger.warning("the source of %s has changed since the run", factory)

@@ -9,8 +9,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 
 from ddp_manual.errors import BadOption
-from ddp_manual.messages import named_from_outside
 from ddp_manual.option_fields import option_fields
+from ddp_manual.ranks_and_runs import named_from_outside
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training.options import TrainConfig
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual.errors import BadOption
-from ddp_manual.messages import LONGEST_TEXT
+from ddp_manual.ranks_and_runs import LONGEST_TEXT
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import columns, stdout_width
 from ddp_manual.text_wrapping import labelled

@@ -18,9 +18,9 @@ from ddp_manual.agent.waiting_rank_0s import hint
 from ddp_manual.deadline import Waiting
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
-from ddp_manual.messages import Verdict
 from ddp_manual.protocol.causes_of_loss import error_for
 from ddp_manual.protocol.search import Search
+from ddp_manual.ranks_and_runs import Verdict
 from ddp_manual.terminal import at, columns, duration, say, stdout_width
 from ddp_manual.text_wrapping import wrapped
 from ddp_manual.world_options import WorldSpec

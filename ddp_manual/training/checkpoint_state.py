@@ -23,7 +23,7 @@ from ddp_manual.errors import BadOption, CheckpointMismatch
 from ddp_manual.option_fields import as_flags, option_fields
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import counted
-from ddp_manual.training import checkpoint_files, ddp, own_code
+from ddp_manual.training import checkpoint_files, ddp, own_factory
 from ddp_manual.training.checkpoint_files import AUTO, Checkpoint
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
@@ -157,7 +157,7 @@ def options_of(config: TrainConfig, train: Split, test: Split) -> dict[str, Any]
         if field.metadata["shared"] and field.metadata["group"] in ("training", "data")
     }
     of_the_data = {"samples": len(train), "shape": list(train.shape), "class_count": len(train.classes)}
-    sources = own_code.sources(model=config.model, dataset=config.dataset)
+    sources = own_factory.sources(model=config.model, dataset=config.dataset)
     return {**kept, **of_the_data, "data": train.digest, "test_data": test.digest, **sources}
 
 

@@ -9,17 +9,17 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import progress_bar, run_folder, signals
+from ddp_manual import progress_bar, run_folder, signal_handlers
 from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import counted
-from ddp_manual.training import checkpoint_files, checkpoint_state, held_state, models, own_code, run_files
+from ddp_manual.training import checkpoint_files, checkpoint_state, held_state, models, own_factory, run_files
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
 from ddp_manual.training.data_memory import bring_to, check_host_memory
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.evaluate import Predictions
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.training.own_code import is_own_factory
+from ddp_manual.training.own_factory import is_own_factory
 from ddp_manual.training.run_files import RunFiles
 from ddp_manual.training.same_on_all_ranks import agree_on_options, compare_data
 from ddp_manual.training.trackers import Trackers
@@ -49,8 +49,8 @@ def check_own_code(config: TrainConfig, rank: int) -> Shared:
     for option in ("model", "dataset"):
         value = getattr(config, option)
         if is_own_factory(value):
-            own_code.factory(option, value)
-            found[f"{option} source"] = own_code.digest(option, value)
+            own_factory.factory(option, value)
+            found[f"{option} source"] = own_factory.digest(option, value)
     if rank == 0:
         source_of(config).check()
     return found
@@ -102,7 +102,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
     if world.generation and on_rank_0 and checkpoint_files.find(paths.checkpoints):
         config = config.resumed()  # where no rank holds a state
     folder = checkpoint_state.held_run_dir(config, paths, again=world.generation > 0) if on_rank_0 else nullcontext()
-    with folder, signals.ignore_save(), ExitStack() as until_finished:
+    with folder, signal_handlers.ignore_save(), ExitStack() as until_finished:
         # Load.
         data = _load(world, config)
 
@@ -114,7 +114,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
             world.until_left.callback(trackers.close)
             files = RunFiles(paths, keep=config.keep, trackers=trackers)
         if leaves:  # before an upload, which a signal to all processes of the host must not make a failure of the run
-            world.until_left.callback(signals.leave_signals_to_the_agent)
+            world.until_left.callback(signal_handlers.leave_signals_to_the_agent)
         shape, classes = data.train.shape, len(data.train.classes)
         network = models.build(
             config.model, device=world.device, seed=config.seed, shape=shape, classes=classes, sync_bn=config.sync_bn

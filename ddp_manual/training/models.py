@@ -21,8 +21,8 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import ddp, own_code
-from ddp_manual.training.own_code import factory_error
+from ddp_manual.training import ddp, own_factory
+from ddp_manual.training.own_factory import factory_error
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
@@ -183,10 +183,10 @@ def _build_own(name: str, shape: Shape, classes: int) -> nn.Module:
     Raises:
         BadOption: it is no network for these images and classes, or a checkpoint could not hold its state.
     """
-    if isinstance(own_code.factory("model", name), nn.Module):
+    if isinstance(own_factory.factory("model", name), nn.Module):
         wanted = "its class, or a function that returns a new network, whose weights are drawn once the seed is set"
         raise factory_error("model", name, "is a network, not a function that makes one", wanted)
-    model = own_code.call("model", name, shape=shape, classes=classes)
+    model = own_factory.call("model", name, shape=shape, classes=classes)
     if not isinstance(model, nn.Module) or isinstance(model, (DataParallel, DistributedDataParallel)):
         wanted = "a torch.nn.Module that is not wrapped: it is wrapped in DDP here"
         raise factory_error("model", name, f"returned a {type(model).__name__}", wanted)

@@ -20,8 +20,8 @@ from typing import Any
 from ddp_manual.errors import BadOption
 from ddp_manual.option_fields import Options, option, option_fields
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training import own_code
-from ddp_manual.training.own_code import OWN_FACTORY
+from ddp_manual.training import own_factory
+from ddp_manual.training.own_factory import OWN_FACTORY
 from ddp_manual.world_options import WORLD_OPTIONS, WorldSpec
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class TrainConfig(Options):
     def validate(self) -> None:
         """Raise BadOption where a value is out of its bounds, or two values contradict each other."""
         for name in ("model", "dataset"):
-            own_code.check_name(name, getattr(self, name))
+            own_factory.check_name(name, getattr(self, name))
         self.check_bounds()
         names = self.class_names or ()
         if not all(names) or len(set(names)) < len(names):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import ddp, own_code
+from ddp_manual.training import ddp, own_factory
 from ddp_manual.training.data import PARTS, Source, Split
 from ddp_manual.training.pictures import as_tensor, eight_bit
 
@@ -44,11 +44,11 @@ class OwnData(Source):
 
     @cached_property
     def _parts(self) -> dict[str, Split]:
-        own_code.factory("dataset", self.name)  # before the seed: importing the module may draw random numbers
+        own_factory.factory("dataset", self.name)  # before the seed: importing the module may draw random numbers
         random.seed(self.config.seed)
         torch.manual_seed(self.config.seed)
         numpy.random.seed(self.config.seed % 2**32)  # it takes no larger seed
-        made = own_code.call("dataset", self.name, data_dir=self.folder)
+        made = own_factory.call("dataset", self.name, data_dir=self.folder)
         if not isinstance(made, Sequence) or len(made) != len(PARTS) or _is_array(made[0]):
             size = f" of {len(made)}" if isinstance(made, Sequence) else ""
             wanted = "two parts, the second to test on: (train_images, train_labels), (test_images, test_labels)"
@@ -144,7 +144,7 @@ class OwnData(Source):
         return torch.stack(images) if images else torch.empty(0, 1, 1, 1, dtype=torch.uint8), torch.tensor(labels)
 
     def _wrong(self, returned: str, wanted: str, next: str | None = None) -> BadOption:
-        return own_code.factory_error("dataset", self.name, f"returned {returned}", wanted, next)
+        return own_factory.factory_error("dataset", self.name, f"returned {returned}", wanted, next)
 
 
 def _varies(value: Any, images: Tensor) -> bool:

@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 import ddp_manual
-from ddp_manual import signals, terminal
+from ddp_manual import signal_handlers, terminal
 from ddp_manual.errors import Stopped
-from ddp_manual.messages import first_command_and
+from ddp_manual.ranks_and_runs import first_command_and
 from ddp_manual.text_wrapping import whole
 from ddp_manual.training.main import Shared, check_own_code, train_as_agreed
 from ddp_manual.training.options import TrainConfig
@@ -30,7 +30,7 @@ def main() -> None:
     terminal.escape_what_cannot_be_shown()
     told = json.loads(sys.argv[1])
     config = _config(told)
-    with signals.ignore_save(), suppress(Stopped), ddp_manual.join(open_group=not config.no_ddp) as world:
+    with signal_handlers.ignore_save(), suppress(Stopped), ddp_manual.join(open_group=not config.no_ddp) as world:
         how = f"\n{whole(told['launched'])}" if told["launched"] else f" {first_command_and(str(world.run_dir))}"
         world.result = train_as_agreed(world, config, f"go on:{how}", leaves=True)
 

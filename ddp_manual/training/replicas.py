@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from ddp_manual.errors import BadOption, ReplicasDiffer
 from ddp_manual.terminal import as_ranges, counted, in_words
-from ddp_manual.training import ddp, replica_state
-from ddp_manual.training.replica_state import State, Value
+from ddp_manual.training import ddp, replica_digests
+from ddp_manual.training.replica_digests import State, Value
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def check_replicas(
         group = model.process_group
     if dist.get_rank(group) < 0 or dist.get_world_size(group) == 1:
         return
-    state = replica_state.collect(model, optimizer)
+    state = replica_digests.collect(model, optimizer)
     if state.left_out and dist.get_rank(group) == 0:
         _say_left_out(", ".join(state.left_out[:MOST_NAMED]), len(state.left_out), len(state.values))
     _Comparison(state, group, "" if step is None else f", after step {step}").run(tolerance)
@@ -104,8 +104,8 @@ class _Comparison:
     def run(self, tolerance: float | None) -> None:
         """Compare; raise what ``check_replicas`` says."""
         state = self.state
-        structure = replica_state.digest([Value("", number=json.dumps(state.structure()))])
-        values = 0 if state.refused else replica_state.digest(state.values)
+        structure = replica_digests.digest([Value("", number=json.dumps(state.structure()))])
+        values = 0 if state.refused else replica_digests.digest(state.values)
         on_gpu = any(value.tensor is not None and value.tensor.device.type != "cpu" for value in state.values)
         # The bits of a float64 that is not negative are in its order.
         wanted = -1 if tolerance is None else struct.unpack("<q", struct.pack("<d", tolerance + 0.0))[0]
@@ -124,7 +124,7 @@ class _Comparison:
 
     def _find_difference(self, tolerance: float | None, *, on_gpu: bool) -> None:
         """Compare value by value, in order; return if all that differs are bits of values that count as equal."""
-        own = torch.tensor([replica_state.digest([value]) for value in self.state.values], device=self.device)
+        own = torch.tensor([replica_digests.digest([value]) for value in self.state.values], device=self.device)
         ranks = torch.stack(ddp.all_gather(own, self.group)).cpu()
         differing = (ranks != ranks[0]).any(dim=0).nonzero().flatten().tolist()
         for index in differing:
@@ -156,7 +156,7 @@ class _Comparison:
         assert tensor is not None
         limit = self._limit(tensor, reference, allowed)
         count, largest, first = 0, 0.0, (0.0, 0.0, 0.0)
-        for start, piece in enumerate(replica_state.comparable(tensor, PIECE)):
+        for start, piece in enumerate(replica_digests.comparable(tensor, PIECE)):
             mine = piece.to(self.device)
             theirs = mine.clone()
             dist.broadcast(theirs, src=self.ranks[reference], group=self.group)
@@ -206,7 +206,7 @@ class _Comparison:
             return 0.0
         largest = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.own == reference:
-            for piece in replica_state.comparable(tensor, PIECE):
+            for piece in replica_digests.comparable(tensor, PIECE):
                 finite = piece[piece.isfinite()].abs()
                 if len(finite):
                     largest = torch.maximum(largest, finite.max().to(self.device))

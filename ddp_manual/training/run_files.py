@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ddp_manual import run_folder, terminal
 from ddp_manual.errors import DdpManualError, DiskFull, writing
 from ddp_manual.run_folder import PredictionPaths, RunPaths
-from ddp_manual.training import checkpoint_files, own_code, pictures
+from ddp_manual.training import checkpoint_files, own_factory, pictures
 from ddp_manual.training.checkpoint_state import History, on_cpu, pack
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
@@ -245,7 +245,7 @@ def settings(world: World, paths: RunPaths, trainer: Trainer) -> dict[str, Any]:
             "std": data.normalise.std,
             "shape": data.train.shape,
             "classes": data.train.classes,
-            **own_code.sources(model=config.model, dataset=config.dataset),
+            **own_factory.sources(model=config.model, dataset=config.dataset),
         },
     }
 

@@ -22,7 +22,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
 
-from ddp_manual import signals, terminal
+from ddp_manual import processes, signal_handlers, terminal
 from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.environment.start_python import become_new_python
 from ddp_manual.program import EXECUTABLE
@@ -55,14 +55,14 @@ def become_forked_worker(parent: int, faults: int, out: int, err: int, *, has_se
     """
     if has_session:
         os.setsid()
-    signals.die_with_parent(parent)
+    processes.die_with_parent(parent)
     for number, descriptor in ((1, out), (2, err)):
         os.dup2(descriptor, number)
         os.close(descriptor)
     # The parent's streams may have another encoding, and unwritten output in their buffers.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    signals.write_stacks_to(faults)
+    signal_handlers.write_stacks_to(faults)
     # Unseeded random numbers differ between ranks.
     sys.modules["torch"].seed()
     if "numpy" in sys.modules:
@@ -74,10 +74,10 @@ if __name__ == "__main__":
     who = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
     forks = len(descriptors) == 1
     if not forks:
-        signals.write_stacks_to(descriptors[1])
-    ignored = signals.ignored_at_start()
-    signals.leave_signals_to_the_agent()
-    signals.die_with_parent(parent)
+        signal_handlers.write_stacks_to(descriptors[1])
+    ignored = signal_handlers.ignored_at_start()
+    signal_handlers.leave_signals_to_the_agent()
+    processes.die_with_parent(parent)
 
     if who.get("kind") == EXECUTABLE:
         from ddp_manual.worker import executable

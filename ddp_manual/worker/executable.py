@@ -10,10 +10,10 @@ import signal
 import socket
 from collections.abc import Iterable, Iterator
 
-from ddp_manual import from_agent, from_worker, signals
+from ddp_manual import from_agent, from_worker, signal_handlers
 from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.errors import BadOption
-from ddp_manual.messages import RUNNING, Beat, LastWords, Ready
+from ddp_manual.ranks_and_runs import RUNNING, Beat, LastWords, Ready
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
 
 
@@ -52,7 +52,7 @@ def main(channel: int, ignored: Iterable[int]) -> None:
     variables_for_a_rank.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=False)
     send(from_worker.Doing(Beat(phase=RUNNING)))
     send(from_worker.ProgramBegins(hears=False))
-    signals.handle_as_any_program(ignored)
+    signal_handlers.handle_as_any_program(ignored)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and no other program would
         signal.signal(number, signal.SIG_DFL)
     os.set_inheritable(channel, True)  # its end would mean the end of this worker

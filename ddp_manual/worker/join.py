@@ -20,14 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import signals, terminal
+from ddp_manual import signal_handlers, terminal
 from ddp_manual.environment import command_line, torchrun, user_variables
 from ddp_manual.environment.start_python import start_python
 from ddp_manual.errors import BadOption, DdpManualError
 from ddp_manual.from_agent import Start
 from ddp_manual.from_worker import Attach
 from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.training import own_code
+from ddp_manual.training import own_factory
 from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import check_none_open
 from ddp_manual.worker.reporter import Reporter
@@ -65,7 +65,7 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
         DdpManualError: an option cannot work, the ranks do not come together, or another rank has ended the run.
             Otherwise whatever the body raises.
     """
-    own_code.refuse_while_importing("join")
+    own_factory.refuse_while_importing("join")
     if here is not None:
         block = _attached(here, options, open_group=open_group)
     else:
@@ -133,9 +133,9 @@ def _start_agent(spec: WorldSpec, run_dir: str | None, undo: ExitStack) -> Repor
         agent = start_python(AGENT, [theirs.fileno(), reading], is_worker=False, stdin=subprocess.DEVNULL)
     os.close(reading)
     undo.callback(os.close, writing)
-    undo.callback(signals.write_no_stacks, was_enabled=faulthandler.is_enabled())
+    undo.callback(signal_handlers.write_no_stacks, was_enabled=faulthandler.is_enabled())
     undo.callback(_await_end, agent)  # while stacks can still be written: the agent may be about to ask for them
-    signals.write_stacks_to(writing)
+    signal_handlers.write_stacks_to(writing)
     program, arguments = command_line.typed_command()
     script = command_line.program_file()
     attach = Attach(

@@ -27,7 +27,7 @@ from ddp_manual import errors, from_agent, from_worker
 from ddp_manual.environment import machine, variables_for_a_rank
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.join_steps import Steps
-from ddp_manual.messages import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds, timeout_for
+from ddp_manual.ranks_and_runs import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds, timeout_for
 from ddp_manual.terminal import counted
 from ddp_manual.worker import device_and_backend as devices
 from ddp_manual.worker import private_torch, process_group

@@ -29,12 +29,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from ddp_manual import from_agent, from_worker, signals
+from ddp_manual import from_agent, from_worker, signal_handlers
 from ddp_manual.environment import user_variables, variables_for_a_rank
 from ddp_manual.errors import Stopped
 from ddp_manual.held_memory import HeldMemory
-from ddp_manual.messages import RUNNING
 from ddp_manual.program import MODULE, Program
+from ddp_manual.ranks_and_runs import RUNNING
 from ddp_manual.worker import device_and_backend, holding, join, private_torch
 from ddp_manual.worker.collectives import record_collectives
 from ddp_manual.worker.main import Options, Rank
@@ -79,7 +79,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         atexit.register(_leave, rank, os.getpid())
         sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
         join.here = rank
-        signals.handle_as_any_program(ignored)
+        signal_handlers.handle_as_any_program(ignored)
         reporter.send(from_worker.ProgramBegins())
     except BaseException as error:
         rank.tell(error)
@@ -91,7 +91,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
             end_process(exit.code if isinstance(exit.code, int) else 1)
         raise
     if program.ends_at_once:  # without a teardown, which may hang
-        signals.leave_signals_to_the_agent()
+        signal_handlers.leave_signals_to_the_agent()
         rank.wait_to_go()
         end_process(0)
 
@@ -137,7 +137,7 @@ def _fail(rank: Rank, error: BaseException) -> NoReturn:
     if isinstance(error, SystemExit):
         raise error
     sys.excepthook(type(error), error, error.__traceback__)  # the program's own, if it has set one
-    raise SystemExit(128 + signals.STOP[0] if isinstance(error, KeyboardInterrupt) else 1)
+    raise SystemExit(128 + signal_handlers.STOP[0] if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _leave_to_the_agent(pid: int, *exception: Any) -> None:

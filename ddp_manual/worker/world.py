@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import Store
 
-from ddp_manual import from_worker, signals, terminal
+from ddp_manual import from_worker, signal_handlers, terminal
 from ddp_manual.deadline import Waiting
 from ddp_manual.errors import BadOption, DataMissing, DdpManualError, PeerGone, Stopped, escaped, from_dict
 from ddp_manual.from_agent import StopAfter
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.join_steps import Step
-from ddp_manual.messages import ENDED, SAVING, Place
+from ddp_manual.ranks_and_runs import ENDED, SAVING, Place
 from ddp_manual.run_folder import own_run_dir
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.training.ddp import gather_messages
@@ -259,11 +259,11 @@ class World(Place):
         tell = self._reporter.send
 
         def take(number: int) -> None:
-            self._reporter.save_is_asked |= number == signals.SAVE
+            self._reporter.save_is_asked |= number == signal_handlers.SAVE
             tell(from_worker.Signalled(number))
 
         self._takes_stops = True
-        with signals.handle_instead(take):
+        with signal_handlers.handle_instead(take):
             tell(from_worker.TakesStops())
             try:
                 yield

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ddp_manual import signals
+from ddp_manual import signal_handlers
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
@@ -214,7 +214,7 @@ class Faults:
 
     def _take_signal(self, rank: Rank, number: int = signal.SIGINT) -> None:
         if rank.runs and rank.agent is not None and hasattr(rank.agent, "_ending"):
-            again = bool(rank.signals) and self._run.loop.now - rank.signals[0][0] > signals.ONCE_WITHIN
+            again = bool(rank.signals) and self._run.loop.now - rank.signals[0][0] > signal_handlers.ONCE_WITHIN
             protocol = rank.agent.protocol
             rank.insists |= again and isinstance(protocol.state, states.Working) and protocol.signals.has_begun
             rank.signals.append((self._run.loop.now, max(self._run.line, default=0)))

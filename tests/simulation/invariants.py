@@ -10,7 +10,7 @@ from ddp_manual.agent.reachability import CONNECT_TIMEOUT
 from ddp_manual.errors import PeerLost, TrainingFailed
 from ddp_manual.protocol import states
 from ddp_manual.protocol.reachability import ALL_PAIRS_UP_TO
-from ddp_manual.signals import ONCE_WITHIN
+from ddp_manual.signal_handlers import ONCE_WITHIN
 from tests.simulation.plan import FOR_EVER, RECOVERABLE, SILENT, Fault
 from tests.simulation.rank import Rank
 from tests.simulation.run import Run

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ddp_manual import signals, terminal
+from ddp_manual import processes, signal_handlers, terminal
 from ddp_manual.agent import (
     coordinator,
     end_of_rank,
@@ -159,14 +159,8 @@ def patched(run: Run) -> Iterator[None]:
         (reachability, {"answer_at": answer_at, "try_to_reach": try_to_reach}),
         (rounds, {"_rounds": itertools.count()}),
         (end_of_rank, {"host_name": lambda: here().name}),
-        (
-            signals,
-            {
-                "handle_in_event_loop": lambda handle: contextlib.nullcontext(),
-                "Witness": Witness,
-                "is_caught": lambda pid, number: run.plan.saves > 0,
-            },
-        ),
+        (signal_handlers, {"handle_in_event_loop": lambda handle: contextlib.nullcontext(), "Witness": Witness}),
+        (processes, {"is_caught": lambda pid, number: run.plan.saves > 0}),
         (this_host, {"RankOutput": Output}),
         (worker_process, {"OomKills": lambda pid: SimpleNamespace(any=lambda: False)}),
         (main, {"raise_descriptor_limit": lambda spec: "any", "HeldMemory": SimpleNamespace(create=HeldState)}),

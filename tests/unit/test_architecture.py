@@ -22,7 +22,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 BOTTOM_ROW = (
     "text_wrapping",
     "errors",
-    "signals",
+    "processes",
+    "signal_handlers",
     "left_behind",
     "wire",
     "memory_cgroup",
@@ -31,6 +32,7 @@ BOTTOM_ROW = (
     "program",
     "collectives",
     "join_steps",
+    "ranks_and_runs",
     "messages",
     "from_worker",
     "from_agent",
@@ -51,7 +53,7 @@ TRAINING_WITHOUT_TORCH = {
     "training.checkpoint_files",
     "training.options",
     "training.learning_rate",
-    "training.own_code",
+    "training.own_factory",
 }
 MAY_IMPORT = {
     "protocol": {"protocol", *BOTTOM},
@@ -75,8 +77,8 @@ WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
 MOST_LINES_OF_AGENT_AND_WORKER = 8522
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
-MOST_LINES_OF_TESTS = 20_903
-MOST_LINES_OF_PACKAGE = 28_002
+MOST_LINES_OF_TESTS = 20_885
+MOST_LINES_OF_PACKAGE = 27_985
 
 
 def room(path: Path) -> str:

@@ -172,11 +172,11 @@ def test_a_signal_before_there_is_a_run_is_one_line(
 
 SIGNALLED_AFTER_ITS_ERROR = """
 import asyncio, os, signal, sys
-from ddp_manual import errors, signals, terminal
+from ddp_manual import errors, signal_handlers, terminal
 from ddp_manual.cli import main as cli
 
 async def agent():
-    with signals.handle_in_event_loop(lambda number: None):
+    with signal_handlers.handle_in_event_loop(lambda number: None):
         terminal.print_error(errors.Stopped(signal.SIGINT, "at once, by a second signal"))
 
 def command(**_):

@@ -24,7 +24,6 @@ from torch.testing._internal.distributed import fake_pg
 from ddp_manual import collectives, from_worker, messages
 from ddp_manual.agent.collective_records import Records
 from ddp_manual.agent.worker_process import Worker, wait_until
-from ddp_manual.messages import Beat, RankInfo, Verdict
 from ddp_manual.protocol.collectives import (
     LAST,
     LOOK_AGAIN_AFTER,
@@ -35,6 +34,7 @@ from ddp_manual.protocol.collectives import (
     Seen,
 )
 from ddp_manual.protocol.lost_ranks import RECORDS_WITHIN, Watch
+from ddp_manual.ranks_and_runs import Beat, LastWords, RankInfo, Verdict
 from ddp_manual.wire import as_json, encode_local
 from ddp_manual.worker import collectives as recording
 from ddp_manual.worker import private_torch
@@ -46,7 +46,7 @@ WITHIN = 10.0
 
 def test_a_worker_whose_memory_cannot_be_read_is_not_compared_and_its_last_words_are_heard() -> None:
     heard: list[from_worker.FromWorker] = []
-    last_words = from_worker.Failed(messages.LastWords("training-failed", "the reason", "", "", 1))
+    last_words = from_worker.Failed(LastWords("training-failed", "the reason", "", "", 1))
 
     async def run() -> None:
         ours, theirs = socket.socketpair()

@@ -16,6 +16,7 @@ from msgspec.structs import asdict
 
 from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.program import SCRIPT, Program
+from ddp_manual.ranks_and_runs import Beat, RunSoFar
 from ddp_manual.wire import LineReader, Unreadable, as_json, encode_local, reader_of
 from tests.runs import info, ready
 
@@ -56,8 +57,8 @@ def test_a_greeting_may_say_more_and_other_messages_may_not() -> None:
 
 
 RANK = info(0, "a", options={"lr": (0.1, f"from {'d' * 300}/config.json")})
-SO_FAR = messages.RunSoFar("r", None, 1, 1, 1.0, "a", 7, "10.0.0.1")
-BEAT = messages.Beat()
+SO_FAR = RunSoFar("r", None, 1, 1, 1.0, "a", 7, "10.0.0.1")
+BEAT = Beat()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_what_no_process_can_say_of_itself_is_refused(usual: msgspec.Struct, wro
     [
         from_worker.Attach(1, {"lr": 0.1}, {"lr": "from donn\udce9es"}, "\udcff/run", ["a\n"], None, "0.0"),
         from_worker.Result({"loss": math.nan, "largest": math.inf, "name": "\x1b[2J\udcff"}),
-        from_worker.Doing(messages.Beat(phase="training", step=7, collectives={"0": 7}), blocked=True),
+        from_worker.Doing(Beat(phase="training", step=7, collectives={"0": 7}), blocked=True),
         from_agent.Start(
             *({"rank": 0}, {}, "/\udcff", 1.5, None),
             program=Program(kind=SCRIPT, name="\udcff.py", arguments=("--name", "\udce9")),

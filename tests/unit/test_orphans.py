@@ -149,9 +149,9 @@ def test_a_script_that_is_ended_without_teardown_ends_its_daemons_as_python_woul
 def test_a_child_that_this_process_has_forked_for_itself_is_no_orphan() -> None:
     runs(
         """
-        from ddp_manual import signals
+        from ddp_manual import signal_handlers
         left_behind.adopt()
-        witness = signals.Witness(own_session=False)
+        witness = signal_handlers.Witness(own_session=False)
         process, pids = worker("setsid sleep 100 & echo $!")
         process.kill()
         process.wait()

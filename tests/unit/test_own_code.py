@@ -17,7 +17,7 @@ from torch import nn
 
 from ddp_manual import TrainConfig
 from ddp_manual.errors import BadOption
-from ddp_manual.training import own_code
+from ddp_manual.training import own_factory
 
 Write = Callable[[str, str], Path]
 
@@ -64,11 +64,11 @@ def test_a_module_is_known_before_ranks_are_started_and_without_importing_it(
     monkeypatch.setitem(sys.modules, "made_here", ModuleType("made_here"))  # without a spec
     write("beside", "raise AssertionError('imported')")
     for module in ("editable.net", "made_here", "beside", "__hello__"):
-        own_code.check_module("model", f"{module}:Net")
+        own_factory.check_module("model", f"{module}:Net")
     assert "beside" not in sys.modules
     for module in ("nowhere.net", "beside.py"):
         with pytest.raises(BadOption, match=f"there is no module {module}"):
-            own_code.check_module("model", f"{module}:Net")
+            own_factory.check_module("model", f"{module}:Net")
 
 
 def test_code_in_place_of_its_name_or_the_name_main_is_answered_with_the_name(
@@ -85,13 +85,13 @@ def test_code_in_place_of_its_name_or_the_name_main_is_answered_with_the_name(
 
 
 def test_the_script_that_runs_is_not_imported_once_more(script: ModuleType) -> None:
-    assert own_code.factory("model", "q3:Net") is script.Net
-    digest, path = own_code.digest("model", "q3:Net")
+    assert own_factory.factory("model", "q3:Net") is script.Net
+    digest, path = own_factory.digest("model", "q3:Net")
     assert path == script.__file__
     Path(path).write_text("edited = True")
-    assert own_code.digest("model", "q3:Net")[0] == digest
+    assert own_factory.digest("model", "q3:Net")[0] == digest
     with pytest.raises(BadOption, match="has no function or class Later") as caught:
-        own_code.factory("model", "q3:Later")
+        own_factory.factory("model", "q3:Later")
     assert caught.value.why == f"{path} defines Net, Outer, unnamed, as far as it has run"
     assert "q3" not in sys.modules
 
@@ -99,7 +99,7 @@ def test_the_script_that_runs_is_not_imported_once_more(script: ModuleType) -> N
 def test_a_module_that_ends_the_program_is_named(write: Write) -> None:
     write("leaving", "import sys; sys.exit('please pip install x')")
     with pytest.raises(BadOption, match="--model leaving:Net cannot be imported") as caught:
-        own_code.factory("model", "leaving:Net")
+        own_factory.factory("model", "leaving:Net")
     assert caught.value.why == "SystemExit: please pip install x"
     assert 'if __name__ == "__main__":' in caught.value.next
 
@@ -113,11 +113,11 @@ def test_a_module_that_parses_arguments_sees_those_of_a_script_and_not_those_of_
     with monkeypatch.context() as ours:
         ours.setitem(sys.modules, "ddp_manual.cli.main", ModuleType("cli"))
         with pytest.raises(BadOption, match="--model parsing:Net cannot be imported"):
-            own_code.factory("model", "parsing:Net")
+            own_factory.factory("model", "parsing:Net")
     assert "error: the following arguments are required: --width" in capsys.readouterr().err
     assert sys.argv == ["program", "--width", "7"]
     monkeypatch.delitem(sys.modules, "ddp_manual.cli.main", raising=False)
-    own_code.factory("model", "parsing:Net")
+    own_factory.factory("model", "parsing:Net")
     assert sys.modules["parsing"].arguments.width == "7"
 
 
@@ -125,6 +125,6 @@ def test_a_module_that_parses_arguments_sees_those_of_a_script_and_not_those_of_
 def test_a_module_must_not_train_while_it_is_imported(call: str, write: Write) -> None:
     write("unguarded", f"from ddp_manual import join, spawn\n{call}\n")
     with pytest.raises(BadOption, match="--model unguarded:Net cannot be imported") as caught:
-        own_code.factory("model", "unguarded:Net")
+        own_factory.factory("model", "unguarded:Net")
     assert caught.value.why.startswith(f"BadOption: importing unguarded calls {call[:4]}")
     assert 'if __name__ == "__main__":' in caught.value.next

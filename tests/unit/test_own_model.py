@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_manual import TrainConfig, progress_bar
 from ddp_manual.errors import BadOption, TrainingFailed
-from ddp_manual.training import data, models, own_code
+from ddp_manual.training import data, models, own_factory
 from ddp_manual.training.data import Split
 from ddp_manual.training.trainer import Trainer
 from ddp_manual.training.transforms import unit_scale
@@ -27,7 +27,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     """The network that ``--model mine:net`` is where its factory returns this one."""
 
     def build(returned: nn.Module, channels: int = 3) -> nn.Module:
-        monkeypatch.setattr(own_code, "factory", lambda *_: lambda: returned)
+        monkeypatch.setattr(own_factory, "factory", lambda *_: lambda: returned)
         return models.build("mine:net", device=CPU, seed=0, shape=(channels, 8, 8), classes=CLASSES)
 
     return build

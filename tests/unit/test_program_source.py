@@ -15,13 +15,14 @@ import pytest
 from ddp_manual.agent.program_source import MOST_FILES, MOST_PARTS, check_program, forkable_imports, source_of
 from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption
-from ddp_manual.messages import Claim, Hello, RankInfo
+from ddp_manual.messages import Claim, Hello
 from ddp_manual.program import EXECUTABLE, MODULE, SCRIPT, Program
 from ddp_manual.protocol.collective_variables import collective_variables, differing_variables
 from ddp_manual.protocol.compatibility import _other_arguments
 from ddp_manual.protocol.handshakes import LONGEST_HELLO
 from ddp_manual.protocol.program_arguments import differing_arguments, may_differ_option, named_arguments, shown
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.ranks_and_runs import RankInfo
 from ddp_manual.wire import as_json, encode, reader_of
 from tests.runs import info
 

@@ -18,9 +18,10 @@ from ddp_manual.errors import BadOption
 from ddp_manual.from_worker import Progress
 from ddp_manual.held_memory import HeldMemory, Moment
 from ddp_manual.memory_cgroup import memory_left
-from ddp_manual.messages import Losses, Place, Placed, RankInfo, Verdict
+from ddp_manual.messages import Losses, Placed
 from ddp_manual.on_rank_loss import WAIT
 from ddp_manual.protocol.recovery import MOST_WITHOUT_A_STEP, Recovery
+from ddp_manual.ranks_and_runs import Place, RankInfo, Verdict
 from ddp_manual.run_folder import holds_another_run
 from ddp_manual.training import held_state
 from ddp_manual.training.held_state import Holder, describe, read, rebuild

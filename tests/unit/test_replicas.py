@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_manual
 from ddp_manual.errors import BadOption
-from ddp_manual.training import replica_state, replicas
-from ddp_manual.training.replica_state import SMALL, Value, collect, digest
+from ddp_manual.training import replica_digests, replicas
+from ddp_manual.training.replica_digests import SMALL, Value, collect, digest
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -75,8 +75,8 @@ def test_the_digest_depends_on_places_and_on_which_tensor_has_a_value() -> None:
     one, other = torch.randn(100), torch.randn(100)
     assert of(one, other) != of(other, one)
     assert of(one) != of(one.flip(0))
-    big = torch.randn(3 * replica_state.PIECE["cpu"])
-    assert of(big) != of(big.roll(2 * replica_state.PIECE["cpu"]))
+    big = torch.randn(3 * replica_digests.PIECE["cpu"])
+    assert of(big) != of(big.roll(2 * replica_digests.PIECE["cpu"]))
 
 
 def test_constants_and_powers_of_two_do_not_collide() -> None:

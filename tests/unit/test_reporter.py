@@ -9,7 +9,7 @@ import pytest
 
 from ddp_manual import from_agent, from_worker
 from ddp_manual.errors import Stopped
-from ddp_manual.messages import LastWords
+from ddp_manual.ranks_and_runs import LastWords
 from ddp_manual.wire import LineReader, encode_local
 from ddp_manual.worker import reporter as reporter_module
 from ddp_manual.worker.private_torch import OpenGroups

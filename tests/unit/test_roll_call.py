@@ -17,18 +17,7 @@ from ddp_manual.errors import (
     RankTaken,
     VersionMismatch,
 )
-from ddp_manual.messages import (
-    Claim,
-    Heartbeat,
-    Hello,
-    Look,
-    News,
-    Question,
-    RankInfo,
-    Ready,
-    Refused,
-    Welcome,
-)
+from ddp_manual.messages import Claim, Heartbeat, Hello, Look, News, Question, Refused, Welcome
 from ddp_manual.protocol.compatibility import unlike, unlike_when_ready
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
@@ -37,6 +26,7 @@ from ddp_manual.protocol.reachability import targets
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.roll_call import MOST_REFUSALS, RollCall
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.ranks_and_runs import RankInfo, Ready
 from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import Unreadable, decode
 from tests.runs import RUN, info, ready

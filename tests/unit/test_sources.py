@@ -19,7 +19,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing
-from ddp_manual.training import models, own_code
+from ddp_manual.training import models, own_factory
 from ddp_manual.training.data import PARTS, Split, check_shapes
 from ddp_manual.training.main import check_own_code
 from ddp_manual.training.options import TrainConfig
@@ -246,10 +246,10 @@ def test_a_misspelt_function_or_module_is_answered_with_what_was_meant(module: W
     meant = {"netwrok": "name one of its functions or classes", ".py:network": "name the module, not its file"}
     for typed, advice in meant.items():
         with pytest.raises(BadOption) as caught:
-            own_code.factory("model", f"{name}{typed}" if ":" in typed else f"{name}:{typed}")
+            own_factory.factory("model", f"{name}{typed}" if ":" in typed else f"{name}:{typed}")
         assert caught.value.next == f"{advice}: --model {name}:network"
     with pytest.raises(BadOption, match="has no function or class x") as caught:
-        own_code.factory("model", f"{name}:x")
+        own_factory.factory("model", f"{name}:x")
     assert caught.value.why.endswith(" defines Pictures, network, train")
 
 
@@ -257,13 +257,13 @@ def test_the_digest_is_that_of_the_source_that_was_imported_a_module_or_all_of_i
     module: Write, tmp_path: Path
 ) -> None:
     name = module("def made(): ...")
-    imported = own_code.factory("model", f"{name}:made")
-    digest = own_code.digest("model", f"{name}:made")
+    imported = own_factory.factory("model", f"{name}:made")
+    digest = own_factory.digest("model", f"{name}:made")
     assert digest[1] == str(tmp_path / f"{name}.py")
     (tmp_path / f"{name}.py").write_text("def made(): return 2")
-    assert own_code.digest("model", f"{name}:made") == digest
+    assert own_factory.digest("model", f"{name}:made") == digest
     importlib.reload(sys.modules[imported.__module__])
-    assert own_code.digest("model", f"{name}:made") != digest
+    assert own_factory.digest("model", f"{name}:made") != digest
 
     (tmp_path / "pack" / "below").mkdir(parents=True)
     files = [tmp_path / "pack" / file for file in ("__init__.py", "layers.py", "below/__init__.py", "below/layers.py")]
@@ -272,7 +272,7 @@ def test_the_digest_is_that_of_the_source_that_was_imported_a_module_or_all_of_i
         for file in files:
             file.write_text("changed = True" if file is changed else "")
         sys.modules.pop("pack.below.layers", None)
-        digests.add(own_code.digest("model", "pack.below.layers:made")[0])
+        digests.add(own_factory.digest("model", "pack.below.layers:made")[0])
     assert len(digests) == 5
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_manual import signals
+from ddp_manual import signal_handlers
 from ddp_manual.cli import main as cli
 from ddp_manual.environment import command_line, machine, user_variables, variables_for_a_rank
 from ddp_manual.launch import several_hosts
@@ -204,7 +204,7 @@ def test_a_program_on_a_host_that_goes_down_has_the_time_to_save_though_the_conn
     for process in on_host:
         process.terminate()
     run.wait_for("asked")
-    time.sleep(signals.ONCE_WITHIN)  # sooner another signal would count as the same
+    time.sleep(signal_handlers.ONCE_WITHIN)  # sooner another signal would count as the same
     launcher.kill()
     left = psutil.wait_procs(on_host, timeout=15)[1]
     for process in left:

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel show
 
 PROGRAM = """
 import os, signal, subprocess, time
-from ddp_manual import signals
+from ddp_manual import processes, signal_handlers
 
 os.setpgid(0, 0)
 signal.signal(signal.SIGTERM, lambda number, frame: None)
 programs = [subprocess.Popen(["sleep", "100"], process_group=group) for group in (None, 0)]
 ours, of_its_own = (program.pid for program in programs)
-witness = signals.Witness(own_session=False)
+witness = signal_handlers.Witness(own_session=False)
 
 def until(holds):
     deadline = time.monotonic() + 10
@@ -31,7 +31,7 @@ def until(holds):
         time.sleep(0.01)
 
 def pending():
-    return signals._signals_of(witness.pid, "ShdPnd")
+    return processes.signals_of(witness.pid, "ShdPnd")
 
 def send():
     os.killpg(0, signal.SIGTERM)
@@ -42,7 +42,7 @@ try:
     witness.forget()  # what nobody has asked about
     until(lambda: not pending())
     assert not witness.has_got(signal.SIGTERM, ours)
-    time.sleep(signals.ONCE_WITHIN + 0.1)
+    time.sleep(signal_handlers.ONCE_WITHIN + 0.1)
     send()
     assert witness.has_got(signal.SIGTERM, ours)
     assert not witness.has_got(signal.SIGTERM, of_its_own)

@@ -21,17 +21,9 @@ import psutil
 import pytest
 from msgspec.structs import asdict, replace
 
-from ddp_manual.messages import (
-    PROTOCOL,
-    Greeting,
-    Message,
-    News,
-    RunEnds,
-    Seen,
-    Verdict,
-    Welcome,
-)
+from ddp_manual.messages import PROTOCOL, Greeting, Message, News, RunEnds, Seen, Welcome
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.ranks_and_runs import Verdict
 from ddp_manual.wire import encode
 from tests.conftest import RankProcess, Start, last_error
 from tests.runs import run_info

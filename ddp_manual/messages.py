@@ -13,43 +13,22 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ddp_manual.messages.ranks_and_runs import (
-    ENDED,
-    JOINING,
-    LEAVING,
-    LONGEST_TEXT,
-    RUNNING,
-    SAVING,
+from ddp_manual.ranks_and_runs import (
     Beat,
     Checked,
     Count,
     LastWords,
-    LongestWait,
     Moment,
     Name,
-    Option,
     Place,
     Port,
     RankInfo,
     Ready,
     RunInfo,
-    RunSoFar,
     Seconds,
     Verdict,
-    first_command_and,
-    from_last_checkpoint,
-    more_seconds,
-    named_from_outside,
-    resume_flags,
-    timeout_for,
 )
 from ddp_manual.wire import Read, reader_of
-
-# What others import from here besides the messages.
-__all__ = ["Beat", "Checked", "LastWords", "LongestWait", "Moment", "Option", "Place", "RankInfo", "Ready", "RunInfo"]
-__all__ += ["ENDED", "JOINING", "LEAVING", "LONGEST_TEXT", "RUNNING", "SAVING", "RunSoFar", "Verdict"]
-__all__ += ["first_command_and", "from_last_checkpoint", "more_seconds", "named_from_outside", "resume_flags"]
-__all__ += ["timeout_for"]
 
 # What agents and coordinators of this version say to each other; another number is another version.
 PROTOCOL = 2

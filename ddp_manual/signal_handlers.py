@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from ddp_manual.errors import StopSignal, signal_name
+from ddp_manual import processes
+from ddp_manual.errors import StopSignal
 
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE = signal.SIGUSR1
@@ -27,9 +28,6 @@ SAVE = signal.SIGUSR1
 STACKS: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 # A new agent or worker starts with these blocked, and unblocks them once it can handle them.
 BLOCKED_AT_START = (*STOP, SAVE, STACKS)
-# Of prctl(2).
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 NOTHING_TO_SAVE = "nothing to save, since this rank is not training"
 # Seconds. A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
 ONCE_WITHIN = 0.3
@@ -201,7 +199,7 @@ class Witness:
         if number not in self._answers or now - self._answers[number][0] > ONCE_WITHIN:
             self._answers[number] = now, False
             with suppress(OSError):  # somebody has killed it
-                self._answers[number] = now, number in _signals_of(self.pid, "ShdPnd")
+                self._answers[number] = now, number in processes.signals_of(self.pid, "ShdPnd")
             self.forget()
         return self._answers[number][1]
 
@@ -224,7 +222,7 @@ def _collect_signals(parent: int, *, own_session: bool) -> NoReturn:
         os.closerange(0, 1 << 16)
         if own_session:
             os.setsid()
-        die_with_parent(parent)
+        processes.die_with_parent(parent)
         while True:
             signal.sigwait([STACKS])
             while signal.sigtimedwait(BLOCKED_AT_START, 0):
@@ -254,65 +252,6 @@ def _watch_forks() -> None:
         unblock()
 
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process with its parent; on other systems than Linux the closed channel ends it."""
-    if sys.platform == "linux":
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of each process below this one whose parent ends; on other systems than Linux init does."""
-    if sys.platform == "linux":
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> None:
-    import ctypes  # takes 2 ms, which --help does without
-
-    ctypes.CDLL(None).prctl(option, value)
-
-
-def process_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on, see proc(5); [] if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def stopped_by(pid: int) -> str:
-    """Return the name of the signal that has stopped a process; "" while it runs."""
-    fields = process_stat(pid)
-    if not fields or fields[0] != "T":
-        return ""
-    number = int(fields[-1])
-    return signal_name(number) if number else ""  # not all of its threads have stopped yet
-
-
-def exit_status(pid: int) -> int | None:
-    """Return the exit code, or minus the signal's number, of a process that has ended and was not waited for yet."""
-    fields = process_stat(pid)
-    return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
-
-
-def is_caught(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for this signal; True where the kernel does not say."""
-    try:
-        return number in _signals_of(pid, "SigCgt")
-    except (OSError, ValueError, IndexError):
-        return True
-
-
-def _signals_of(pid: int, field: str) -> set[int]:
-    """Return the signals in a field of /proc/<pid>/status, see proc(5)."""
-    with open(f"/proc/{pid}/status", errors="replace") as file:
-        mask = int(file.read().partition(f"{field}:")[2].split()[0], 16)
-    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
 def write_stacks_to(descriptor: int) -> None:

@@ -1,0 +1,72 @@
+"""What the kernel does with processes, and what proc(5) says of their end and their signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from ddp_manual.errors import signal_name
+
+# Of prctl(2).
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel end this process with its parent; on other systems than Linux the closed channel ends it."""
+    if sys.platform == "linux":
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of each process below this one whose parent ends; on other systems than Linux init does."""
+    if sys.platform == "linux":
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes  # takes 2 ms, which --help does without
+
+    ctypes.CDLL(None).prctl(option, value)
+
+
+def process_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the state on, see proc(5); [] if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def stopped_by(pid: int) -> str:
+    """Return the name of the signal that has stopped a process; "" while it runs."""
+    fields = process_stat(pid)
+    if not fields or fields[0] != "T":
+        return ""
+    number = int(fields[-1])
+    return signal_name(number) if number else ""  # not all of its threads have stopped yet
+
+
+def exit_status(pid: int) -> int | None:
+    """Return the exit code, or minus the signal's number, of a process that has ended and was not waited for yet."""
+    fields = process_stat(pid)
+    return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
+
+
+def is_caught(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for this signal; True where the kernel does not say."""
+    try:
+        return number in signals_of(pid, "SigCgt")
+    except (OSError, ValueError, IndexError):
+        return True
+
+
+def signals_of(pid: int, field: str) -> set[int]:
+    """Return the signals in a field of /proc/<pid>/status, see proc(5)."""
+    with open(f"/proc/{pid}/status", errors="replace") as file:
+        mask = int(file.read().partition(f"{field}:")[2].split()[0], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
