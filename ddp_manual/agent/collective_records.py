@@ -97,7 +97,8 @@ class Records:
         recorded: dict[str, int] = {}
         for group in self._groups.values() if self.complete else ():
             recorded[group.group] = recorded.get(group.group, 0) + group.number
-        of_open = {key: recorded.get(key, count) for key, count in by_torch.items() if key not in self._closed}
+        known = recorded if self.complete else by_torch
+        of_open = {key: known[key] for key in by_torch if key in known and key not in self._closed}
         return of_open, {key: recorded.get(key, count) for key, count in self._closed.items()}
 
     def read(self) -> None:

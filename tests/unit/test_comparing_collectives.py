@@ -195,6 +195,10 @@ def test_groups_share_the_numbers_that_an_agent_replies_with() -> None:
     for asked, each in ((256, 64), (4, LAST)):
         answer = read.answer(messages.AskRecords(1, asked)).groups
         assert [len(group.chains) for group in answer.values()] == [each] * 4
+    for identity in range(5, 2_000):  # of a script that opens others for each epoch, and closes none
+        read.add_group({"identity": identity, "key": f"g{identity}", **OF_WORKER})
+    begun, _ = read.count({f"g{identity}": 0 for identity in range(1, 2_000)})
+    assert len(begun) == 512 and begun["g4"] == 100
     os.close(descriptor)
 
 
