@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measuring import free_port, interleave, machine
-from ddp_manual.worker.collectives import Recorder
+from ddp_manual.worker.collective_recorder import Recorder
 
 # Of a step: DDP's all-reduce in the backward pass, and one of a loss.
 COLLECTIVES = 2

@@ -32,7 +32,7 @@ from benchmarks.simulated_ranks import (
     rank_infos,
     run_info,
 )
-from ddp_manual import collectives
+from ddp_manual import collective_memory
 from ddp_manual.agent.collective_records import Records
 from ddp_manual.messages import (
     AskRecords,
@@ -72,8 +72,8 @@ class Program:
         self._begun = self._chain = 0
         self.records = Records()
         descriptor = os.memfd_create("collectives")
-        os.ftruncate(descriptor, collectives.MEMORY_SIZE)
-        self._memory = memoryview(mmap.mmap(descriptor, collectives.MEMORY_SIZE))
+        os.ftruncate(descriptor, collective_memory.MEMORY_SIZE)
+        self._memory = memoryview(mmap.mmap(descriptor, collective_memory.MEMORY_SIZE))
         self.records.open(os.getpid(), descriptor, complete=True)
         group = {"key": "0/1c291ca3/0", "ranks": list(range(ranks)), "description": "default_pg", "device": ""}
         self.records.add_group({"identity": 1, **group})
@@ -88,7 +88,7 @@ class Program:
             self._begun += 1
             self._chain = zlib.crc32(self._call.encode(), self._chain)
             words = f"{self._call}\tsum".encode(), b"loop.py:104"
-            collectives.write(self._memory, (self._begun, self._begun, 1, self._chain), *words)
+            collective_memory.write(self._memory, (self._begun, self._begun, 1, self._chain), *words)
             self._answers.clear()
 
     def answer(self, asked: AskRecords) -> RecordsReply:

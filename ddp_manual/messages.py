@@ -150,7 +150,7 @@ class GroupRecords(Checked):
 
     name: Name
     chains: Sequence[tuple[Count, int]]
-    """Number and chain: see ``collectives``."""
+    """Number and chain: see ``collective_memory``."""
 
 
 class RecordsReply(OfWorker):

@@ -180,7 +180,7 @@ class Beat(Checked):
     """Whether a debugger waits for input."""
     calls: Mapping[Name, Annotated[Sequence[int], Meta(max_length=LONGEST_CHAINS)]] = field(default_factory=dict)
     """Process group -> number, chain, number, chain, ... of its last collectives, as its agent reads them: see
-    ``collectives``."""
+    ``collective_memory``."""
     stopped: Name = ""
     """The signal that stopped the worker, such as SIGSTOP, as its agent sees it."""
 

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddp_manual import collectives
+from ddp_manual import collective_memory
 from ddp_manual.messages import AskRecords, Begun, GroupRecords, RecordsReply
-from ddp_manual.protocol.collectives import LAST, group_name
+from ddp_manual.protocol.collective_comparison import LAST, group_name
 from ddp_manual.wire import printable
 
 # A heartbeat has the chains of a group's last numbers, and of the last multiples of these: ranks whose heartbeats come
@@ -40,7 +40,7 @@ class _Group:
         self._chains = [(1, deque[tuple[int, int]](maxlen=LAST))]
         self._chains += [(step, deque[tuple[int, int]](maxlen=LAST_MULTIPLES)) for step in MULTIPLES]
 
-    def take(self, key: collectives.Key) -> None:
+    def take(self, key: collective_memory.Key) -> None:
         self.begun, self.number = key.begun, key.number
         for step, chains in self._chains:
             if key.number % step == 0:
@@ -73,7 +73,7 @@ class Records:
             OSError, ValueError: the worker has ended already, or this system does not allow it.
         """
         with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
-            self._memory = memoryview(mmap.mmap(file.fileno(), collectives.MEMORY_SIZE, prot=mmap.PROT_READ))
+            self._memory = memoryview(mmap.mmap(file.fileno(), collective_memory.MEMORY_SIZE, prot=mmap.PROT_READ))
         self._groups, self._left_out, self._read, self.complete = {}, 0, 0, complete
 
     def add_group(self, group: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Records:
 
     def read(self) -> None:
         """Take the records that are new."""
-        for key in collectives.read(self._memory, self._read) if self._memory is not None else ():
+        for key in collective_memory.read(self._memory, self._read) if self._memory is not None else ():
             group = self._groups.get(key.group)
             if group is not None:
                 group.take(key)
@@ -123,7 +123,7 @@ class Records:
         if memory is None:
             return RecordsReply(asked.number)
         self.read()
-        found = [key for key in collectives.read(memory) if key.group in self._groups]
+        found = [key for key in collective_memory.read(memory) if key.group in self._groups]
         if asked.calls:
             wanted = [key for key in found if key.number in asked.calls.get(self._groups[key.group].key, ())]
             return RecordsReply(asked.number, calls=self._calls(memory, wanted))
@@ -137,8 +137,8 @@ class Records:
         groups = {one.key: GroupRecords(one.name, chains[group]) for group, one in named.items()}
         return RecordsReply(asked.number, groups, self._calls(memory, found[-1:]))
 
-    def _calls(self, memory: memoryview, keys: Sequence[collectives.Key]) -> list[Begun]:
-        said = [(key, collectives.read_call(memory, key.begun)) for key in keys]
+    def _calls(self, memory: memoryview, keys: Sequence[collective_memory.Key]) -> list[Begun]:
+        said = [(key, collective_memory.read_call(memory, key.begun)) for key in keys]
         return [
             Begun(self._groups[key.group].key, key.number, key.begun, *call) for key, call in said if call is not None
         ]

@@ -23,7 +23,7 @@ from ddp_manual.errors import MasterLost, TokenMismatch
 from ddp_manual.messages import read_from_rank_0
 from ddp_manual.protocol.compatibility import other_version
 from ddp_manual.protocol.handshakes import CLOSED
-from ddp_manual.protocol.search import NOT_RANK_0, Answer, Search, Seen
+from ddp_manual.protocol.search_for_rank_0 import NOT_RANK_0, Answer, Search, Seen
 from ddp_manual.protocol.token_proof import Seal, Unsealed
 from ddp_manual.ranks_and_runs import more_seconds
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of

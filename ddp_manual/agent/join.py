@@ -20,10 +20,10 @@ from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.find_rank_0 import Probe, find_rank_0
 from ddp_manual.agent.installed import code_digests, installed_versions
-from ddp_manual.agent.listening import listen, refuse_loopback
 from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
 from ddp_manual.agent.program_source import ProgramSource, source_once
+from ddp_manual.agent.rank_0_port import listen, refuse_loopback
 from ddp_manual.agent.to_type import status_command
 from ddp_manual.agent.torchrun_store import read_torchrun_address, write_torchrun_address
 from ddp_manual.agent.waiting_rank_0s import OwnRank0, hint, withdraw
@@ -37,7 +37,7 @@ from ddp_manual.protocol.compatibility import other_version
 from ddp_manual.protocol.missing_ranks import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.protocol.program_arguments import named_arguments
 from ddp_manual.protocol.recovery import Recovery
-from ddp_manual.protocol.search import Search
+from ddp_manual.protocol.search_for_rank_0 import Search
 from ddp_manual.protocol.token_proof import Seal, Unsealed
 from ddp_manual.ranks_and_runs import RankInfo, RunInfo, RunSoFar
 from ddp_manual.terminal import at, counted

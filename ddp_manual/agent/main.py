@@ -26,8 +26,8 @@ from ddp_manual.agent import end_of_rank
 from ddp_manual.agent.coordinator import stopped_agent
 from ddp_manual.agent.end_of_rank import Ending, how_it_ended, leave_failure
 from ddp_manual.agent.join import Join
-from ddp_manual.agent.listening import raise_descriptor_limit
 from ddp_manual.agent.network_interface import own_addresses
+from ddp_manual.agent.rank_0_port import raise_descriptor_limit
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.agent.worker_process import TERM_GRACE, Worker
 from ddp_manual.deadline import wait_until

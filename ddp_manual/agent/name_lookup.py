@@ -14,7 +14,7 @@ from ddp_manual.agent.network_interface import own_address
 from ddp_manual.deadline import POLL_EVERY, Waiting
 from ddp_manual.environment import machine
 from ddp_manual.errors import MasterUnresolvable
-from ddp_manual.protocol.search import is_loopback
+from ddp_manual.protocol.search_for_rank_0 import is_loopback
 
 MASTER_ADDR = "master_addr"
 # Seconds until a name that has no address is looked up once more.

@@ -12,7 +12,7 @@ import psutil
 
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption
-from ddp_manual.protocol.search import is_loopback
+from ddp_manual.protocol.search_for_rank_0 import is_loopback
 
 
 class OwnAddress:

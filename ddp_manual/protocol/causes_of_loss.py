@@ -1,6 +1,6 @@
 """The verdict that ends a run, as every rank prints it: which rank is gone, silent or stuck, where, and what next.
 
-``lost_ranks.py`` decides, on rank 0, when there is one.
+``who_is_lost.py`` decides, on rank 0, when there is one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddp_manual.errors import (
     ReplicasDiffer,
     signal_name,
 )
-from ddp_manual.protocol.collectives import rank_words
+from ddp_manual.protocol.collective_comparison import rank_words
 from ddp_manual.protocol.reachability import Pair, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED
 from ddp_manual.protocol.stalls import Stall

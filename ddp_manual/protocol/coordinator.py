@@ -1,7 +1,7 @@
 """The coordinator, a part of rank 0's agent, without its connections: it holds the roll call, watches the ranks, and
 tells all why the run ends.
 
-``roll_call.py`` decides who is a rank, ``lost_ranks.py`` when one is lost, ``recovery.py`` how the run goes on without
+``roll_call.py`` decides who is a rank, ``who_is_lost.py`` when one is lost, ``recovery.py`` how the run goes on without
 it; this file has what they do together. ``agent/coordinator.py`` reads and writes.
 """
 
@@ -23,7 +23,6 @@ from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
-from ddp_manual.protocol.lost_ranks import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, unreachable
 from ddp_manual.protocol.recovery import Recovery
@@ -31,6 +30,7 @@ from ddp_manual.protocol.roll_call import Gathering, RollCall, Working
 from ddp_manual.protocol.seat_states import Seat
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.protocol.who_is_lost import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Verdict, named_from_outside
 from ddp_manual.terminal import as_ranges
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable

@@ -1,6 +1,6 @@
 """What follows a loss, on rank 0: whether the others wait or go on without a rank, from which state, and what is said.
 
-Whether it ends the run is decided in ``lost_ranks``. Times are seconds of rank 0's monotonic clock.
+Whether it ends the run is decided in ``who_is_lost``. Times are seconds of rank 0's monotonic clock.
 """
 
 from __future__ import annotations

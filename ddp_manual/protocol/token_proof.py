@@ -41,7 +41,7 @@ class Seal:
     def close(self, kind: type[S], nonce: str, content: Any) -> S:
         """Return the message to send; ``open`` needs the same kind and nonce."""
         raw = as_json(content)
-        return kind(content=msgspec.Raw(raw), signature=self._sign(kind, nonce, raw) if self._token else "")
+        return kind(content=msgspec.Raw(raw), signature=self._sign(kind, nonce, raw) if self else "")
 
     def open(self, message: Signed, nonce: str, read: Read[T]) -> T:
         """Return the content.
@@ -51,11 +51,11 @@ class Seal:
             msgspec.MsgspecError: ``read`` cannot read it.
         """
         raw = bytes(message.content)
-        if not self._token and message.signature:
+        if not self and message.signature:
             raise Unsealed("it is signed with a token, and this process has none")
-        if self._token and not message.signature:
+        if self and not message.signature:
             raise Unsealed("it is not signed with a token")
-        expected = self._sign(type(message), nonce, raw) if self._token else ""
+        expected = self._sign(type(message), nonce, raw) if self else ""
         if not hmac.compare_digest(message.signature.encode(), expected.encode()):
             raise Unsealed("it is signed with another token, or was recorded elsewhere")
         return read(raw.decode())

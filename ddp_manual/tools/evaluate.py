@@ -25,8 +25,8 @@ from ddp_manual.training import checkpoint_files, models, own_factory
 from ddp_manual.training.data import Split
 from ddp_manual.training.data_memory import bring_to
 from ddp_manual.training.datasets import source_of
-from ddp_manual.training.evaluate import Predictions
-from ddp_manual.training.evaluate import evaluate as evaluate_network
+from ddp_manual.training.evaluation import Predictions
+from ddp_manual.training.evaluation import evaluate as evaluate_network
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_factory import is_own_factory
 from ddp_manual.training.run_files import write_predictions

@@ -19,7 +19,7 @@ from ddp_manual.deadline import Waiting
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
 from ddp_manual.protocol.causes_of_loss import error_for
-from ddp_manual.protocol.search import Search
+from ddp_manual.protocol.search_for_rank_0 import Search
 from ddp_manual.ranks_and_runs import Verdict
 from ddp_manual.terminal import at, columns, duration, say, stdout_width
 from ddp_manual.text_wrapping import wrapped

@@ -27,7 +27,7 @@ from ddp_manual.training import checkpoint_files, ddp, own_factory
 from ddp_manual.training.checkpoint_files import AUTO, Checkpoint
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
-from ddp_manual.training.evaluate import Evaluation
+from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.meter import Window
 from ddp_manual.training.options import TrainConfig
 

@@ -17,7 +17,7 @@ from ddp_manual.training import checkpoint_files, checkpoint_state, held_state, 
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
 from ddp_manual.training.data_memory import bring_to, check_host_memory
 from ddp_manual.training.datasets import source_of
-from ddp_manual.training.evaluate import Predictions
+from ddp_manual.training.evaluation import Predictions
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_factory import is_own_factory
 from ddp_manual.training.run_files import RunFiles

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_manual.training.data import Split
 
 if TYPE_CHECKING:
-    from ddp_manual.training.evaluate import Predictions
+    from ddp_manual.training.evaluation import Predictions
 
 Font: TypeAlias = "ImageFont.FreeTypeFont | ImageFont.ImageFont"
 

@@ -24,7 +24,7 @@ from ddp_manual.training import checkpoint_files, own_factory, pictures
 from ddp_manual.training.checkpoint_state import History, on_cpu, pack
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
-from ddp_manual.training.evaluate import Predictions
+from ddp_manual.training.evaluation import Predictions
 from ddp_manual.training.meter import Metrics
 from ddp_manual.training.trackers import Trackers
 

@@ -25,7 +25,7 @@ from ddp_manual import run_folder
 from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.errors import DdpManualError, StopSignal, escaped
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training.evaluate import Predictions
+from ddp_manual.training.evaluation import Predictions
 
 logger = logging.getLogger(__name__)
 

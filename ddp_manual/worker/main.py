@@ -38,7 +38,7 @@ from ddp_manual.worker.collective_errors import (
     text_of,
     was_raised_by_torch,
 )
-from ddp_manual.worker.collectives import record_collectives
+from ddp_manual.worker.collective_recorder import record_collectives
 from ddp_manual.worker.reporter import Reporter, own_traceback, raised_at
 from ddp_manual.worker.training_loss import LossRecord
 from ddp_manual.worker.world import NO_GROUP, World

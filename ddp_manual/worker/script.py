@@ -36,7 +36,7 @@ from ddp_manual.held_memory import HeldMemory
 from ddp_manual.program import MODULE, Program
 from ddp_manual.ranks_and_runs import RUNNING
 from ddp_manual.worker import device_and_backend, holding, join, private_torch
-from ddp_manual.worker.collectives import record_collectives
+from ddp_manual.worker.collective_recorder import record_collectives
 from ddp_manual.worker.main import Options, Rank
 from ddp_manual.worker.reporter import Reporter, end_process
 

@@ -27,7 +27,7 @@ OF_TOKENS = ("type without the token", "garbage")
 LOSSES = ("kill", "abort", "kill agent", "kill agent", "freeze agent", "freeze host", "host vanishes", "host vanishes")
 # What a person asks of a run.
 REQUESTS = ("ctrl-c", "ctrl-c", "ctrl-c", "ctrl-c", "ctrl-c twice", "shrink")
-# What a rank comes to or is at, with the state of its agent: protocol/states.py; "again" is not what it is at now.
+# What a rank comes to or is at, with the state of its agent (protocol/states.py); "again" is not one it is at.
 STATES = {
     "looks for rank 0": "Looking",
     "waits": "Waiting",

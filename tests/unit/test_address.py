@@ -22,8 +22,8 @@ from ddp_manual.agent import name_lookup
 from ddp_manual.agent.find_rank_0 import Probe
 from ddp_manual.agent.find_rank_0 import probe as probe_at
 from ddp_manual.agent.join import Join
-from ddp_manual.agent.listening import listen as listen_at
 from ddp_manual.agent.network_interface import OwnAddress, wrong_for_nccl
+from ddp_manual.agent.rank_0_port import listen as listen_at
 from ddp_manual.agent.waiting_rank_0s import OwnRank0, hint, withdraw
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.deadline import Waiting
@@ -33,7 +33,7 @@ from ddp_manual.errors import (
 )
 from ddp_manual.join_steps import Steps
 from ddp_manual.messages import Greeting
-from ddp_manual.protocol.search import Answer, Search, Seen
+from ddp_manual.protocol.search_for_rank_0 import Answer, Search, Seen
 from ddp_manual.wire import encode
 from ddp_manual.world_options import WorldSpec
 

@@ -26,7 +26,7 @@ from ddp_manual.training import checkpoint_files, checkpoint_state, models
 from ddp_manual.training.checkpoint_state import History
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
-from ddp_manual.training.evaluate import Evaluation
+from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.meter import Window
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.world_options import WorldSpec

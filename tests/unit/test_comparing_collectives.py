@@ -21,10 +21,10 @@ import torch.distributed as dist
 from msgspec.structs import asdict, replace
 from torch.testing._internal.distributed import fake_pg
 
-from ddp_manual import collectives, from_worker, messages
+from ddp_manual import collective_memory, from_worker, messages
 from ddp_manual.agent.collective_records import Records
 from ddp_manual.agent.worker_process import Worker, wait_until
-from ddp_manual.protocol.collectives import (
+from ddp_manual.protocol.collective_comparison import (
     LAST,
     LOOK_AGAIN_AFTER,
     LOOK_AGAIN_WITHIN,
@@ -33,10 +33,10 @@ from ddp_manual.protocol.collectives import (
     Difference,
     Seen,
 )
-from ddp_manual.protocol.lost_ranks import RECORDS_WITHIN, Watch
+from ddp_manual.protocol.who_is_lost import RECORDS_WITHIN, Watch
 from ddp_manual.ranks_and_runs import Beat, LastWords, RankInfo, Verdict
 from ddp_manual.wire import as_json, encode_local
-from ddp_manual.worker import collectives as recording
+from ddp_manual.worker import collective_recorder as recording
 from ddp_manual.worker import private_torch
 from ddp_manual.worker.private_torch import hide_from_dynamo
 from tests.runs import run_info
@@ -183,14 +183,14 @@ def test_of_ranks_far_behind_one_is_looked_at_with_the_rank_ahead_and_less_and_l
 
 
 def test_groups_share_the_numbers_that_an_agent_replies_with() -> None:
-    read, memory = Records(), memoryview(bytearray(collectives.MEMORY_SIZE))
+    read, memory = Records(), memoryview(bytearray(collective_memory.MEMORY_SIZE))
     descriptor = os.memfd_create("test")
-    os.ftruncate(descriptor, collectives.MEMORY_SIZE)
+    os.ftruncate(descriptor, collective_memory.MEMORY_SIZE)
     read.open(os.getpid(), descriptor, complete=True)
     for identity in range(1, 5):
         read.add_group({"identity": identity, "key": f"g{identity}", **OF_WORKER})
     for begun in range(1, 401):
-        collectives.write(memory, (begun, (begun + 3) // 4, begun % 4 + 1, 5), b"barrier", b"a.py:1")
+        collective_memory.write(memory, (begun, (begun + 3) // 4, begun % 4 + 1, 5), b"barrier", b"a.py:1")
         os.pwrite(descriptor, memory, 0)
     for asked, each in ((256, 64), (4, LAST)):
         answer = read.answer(messages.AskRecords(1, asked)).groups

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from ddp_manual.from_worker import Progress
 from ddp_manual.protocol import causes_of_loss
 from ddp_manual.protocol.health import SLOW_FOR, Health
-from ddp_manual.protocol.lost_ranks import Watch
 from ddp_manual.protocol.stalls import Stall
+from ddp_manual.protocol.who_is_lost import Watch
 from ddp_manual.ranks_and_runs import Beat, RankInfo
 from ddp_manual.wire import as_json, reader_of
 from tests.runs import run_info

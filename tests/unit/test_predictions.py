@@ -20,7 +20,7 @@ from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.training import ddp, pictures
 from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
-from ddp_manual.training.evaluate import Predictions, evaluate
+from ddp_manual.training.evaluation import Predictions, evaluate
 from ddp_manual.training.meter import Metrics
 from ddp_manual.training.run_files import RunFiles, confusion_table, table, write_predictions
 from ddp_manual.training.trackers import Trackers

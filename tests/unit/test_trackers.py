@@ -26,7 +26,7 @@ from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import options as train_options
 from ddp_manual.training import trackers
 from ddp_manual.training.data import Split
-from ddp_manual.training.evaluate import Predictions
+from ddp_manual.training.evaluation import Predictions
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.trackers import Tracker, Trackers, WeightsAndBiases, table_of
 from tests.conftest import REPOSITORY, log_to_root

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ddp_manual import collectives
+from ddp_manual import collective_memory
 from ddp_manual.errors import CollectiveMismatch
 from ddp_manual.messages import Begun, RecordsReply
 from ddp_manual.terminal import MOST_RANGES, as_ranges
@@ -96,7 +96,7 @@ class Comparison:
             for number, chain in zip(sent[::2], sent[1::2], strict=False):
                 if number <= before:
                     break
-                for compared, value in collectives.comparable(chain).items():
+                for compared, value in collective_memory.comparable(chain).items():
                     other = heard.chains.setdefault((number, compared), (value, rank))
                     if other[0] != value and self._differ is None:
                         self._differ = group, number, rank, other[1]
@@ -220,7 +220,7 @@ class Side(NamedTuple):
 def sides_of(calls: Mapping[int, Begun], chains: Mapping[int, int | None]) -> list[Side]:
     """Return who called what, the fewest ranks first; none if all called what goes together. A rank is on no side if
     what is known of its call goes together with the calls of all others."""
-    compared = {rank: collectives.comparable(chains[rank] or 0) for rank in calls}
+    compared = {rank: collective_memory.comparable(chains[rank] or 0) for rank in calls}
     known = Counter(key for of_rank in compared.values() for key in of_rank)
     alike = Counter(pair for of_rank in compared.values() for pair in of_rank.items())
     differ = {rank: sum(known[key] - alike[key, value] for key, value in compared[rank].items()) for rank in calls}
@@ -245,7 +245,7 @@ def first_difference(chains: Mapping[int, Mapping[int, int]]) -> int | None:
         number
         for of_rank in chains.values()
         for number, chain in of_rank.items()
-        for compared, value in collectives.comparable(chain).items()
+        for compared, value in collective_memory.comparable(chain).items()
         if seen.setdefault((number, compared), value) != value
     ]
     return min(differ, default=None)

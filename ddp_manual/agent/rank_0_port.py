@@ -24,7 +24,7 @@ from ddp_manual.errors import (
 from ddp_manual.messages import News
 from ddp_manual.protocol.missing_ranks import situation
 from ddp_manual.protocol.roll_call import MOST_NAMED
-from ddp_manual.protocol.search import is_loopback
+from ddp_manual.protocol.search_for_rank_0 import is_loopback
 from ddp_manual.terminal import at
 from ddp_manual.world_options import WorldSpec
 

@@ -17,7 +17,7 @@ from ddp_manual import messages
 from ddp_manual.errors import OutOfMemory, PeerLost, TrainingFailed
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol.causes_of_loss import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
-from ddp_manual.protocol.collectives import Comparison, Look, Seen
+from ddp_manual.protocol.collective_comparison import Comparison, Look, Seen
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.health import Health
 from ddp_manual.protocol.inquiries import Inquiries, Then

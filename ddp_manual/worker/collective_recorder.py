@@ -1,4 +1,4 @@
-"""Record each collective that this process begins, in memory that it shares with its agent: see ``collectives``.
+"""Record each collective that this process begins, in memory that it shares with its agent: see ``collective_memory``.
 
 Since torch 2.14 a process group calls a hook before each collective, also before those that C++ begins, such as DDP's
 in a backward pass. With an older torch the methods that Python calls are wrapped, and the others are not recorded.
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ddp_manual import collectives
+from ddp_manual import collective_memory
 from ddp_manual.from_worker import FromWorker, GroupClosed, GroupOpened, NotCompared, RecordsMemory
 from ddp_manual.worker.collective_errors import first_line
 from ddp_manual.worker.private_torch import (
@@ -157,8 +157,8 @@ class Recorder:
         try:
             descriptor = os.memfd_create("ddp_manual collectives")
             self._undo.callback(os.close, descriptor)
-            os.ftruncate(descriptor, collectives.MEMORY_SIZE)
-            self._memory = memoryview(mmap.mmap(descriptor, collectives.MEMORY_SIZE))
+            os.ftruncate(descriptor, collective_memory.MEMORY_SIZE)
+            self._memory = memoryview(mmap.mmap(descriptor, collective_memory.MEMORY_SIZE))
         except (OSError, AttributeError) as error:  # AttributeError: another system than Linux
             self._tell(NotCompared(first_line(error)))
         else:
@@ -234,8 +234,8 @@ class Recorder:
                 with self._turn:
                     self._begun = index = self._begun + 1
                     order.number += 1
-                    order.chain = collectives.chain_with(order.chain, order.number, common, reduce.encode())
-                    collectives.write(memory, (index, order.number, order.identity, order.chain), shown, line)
+                    order.chain = collective_memory.chain_with(order.chain, order.number, common, reduce.encode())
+                    collective_memory.write(memory, (index, order.number, order.identity, order.chain), shown, line)
             except Exception as error:  # the program goes on, and its agent says why nothing is compared any more
                 self._memory = None
                 self._tell(NotCompared(first_line(error)))
@@ -275,7 +275,7 @@ def _kind(file: str) -> int:
 
 @functools.lru_cache(maxsize=_MOST_KEPT)
 def _place(file: str, line: int) -> bytes:
-    return f"{os.path.basename(file)}:{line}".encode()[-collectives.LONGEST_LINE :]
+    return f"{os.path.basename(file)}:{line}".encode()[-collective_memory.LONGEST_LINE :]
 
 
 def _device_type(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], frame: FrameType | None) -> str:
@@ -311,8 +311,8 @@ def _in_words(
     details = [reduce.lower()] if reduce else []
     if rank is not None:
         details.append(f"{operation.root} rank {rank}")
-    shown = f"{call[: collectives.LONGEST_CALL - 32]}\t{', '.join(details)}"
-    return common.encode(), shown.encode(errors="replace")[: collectives.LONGEST_CALL]
+    shown = f"{call[: collective_memory.LONGEST_CALL - 32]}\t{', '.join(details)}"
+    return common.encode(), shown.encode(errors="replace")[: collective_memory.LONGEST_CALL]
 
 
 def _variable(name: str, functions: Container[str], frame: FrameType | None) -> Any:
