@@ -127,7 +127,7 @@ def check_time(run: Run, struck: float, fault: Fault) -> None:
         within += plan.peer_timeout + 1
     elif fault.kind in ("cut", "cut one way") and fault.seconds == FOR_EVER:
         of_rank_0 = plan.hosts[0] in (plan.hosts[fault.rank], plan.hosts[fault.other])
-        within += plan.peer_timeout + 1 if of_rank_0 else plan.stall_timeout + CONNECT_TIMEOUT
+        within += plan.peer_timeout + 1 if of_rank_0 else plan.stall_timeout + CONNECT_TIMEOUT + 1.2 * plan.step_seconds
     elif fault.kind == "hang":
         within += plan.stall_timeout + 1.2 * plan.step_seconds
     elif fault.kind == "raise":  # before its next collective
