@@ -39,7 +39,7 @@ class Key(NamedTuple):
     number: int
     """How many of them in this group."""
     group: int
-    """Numbered by the rank in the order of its first collective in each group."""
+    """Numbered by the rank in the order in which it has opened them."""
     chain: int
     """See ``chain_with``."""
 

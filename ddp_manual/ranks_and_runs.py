@@ -25,6 +25,9 @@ LONGEST_CHAINS = 256
 # wait, and nobody would name the rank that they wait for.
 SHARE_OF_TIMEOUT = 0.8
 
+# What the key of a process group ends with where its collectives are counted by records, and not by torch.
+BY_RECORDS = "/recorded"
+
 JOINING = "joining"
 RUNNING = "running"
 SAVING = "saving"
@@ -199,8 +202,9 @@ class Beat(Checked):
             fewest: process group -> the fewest collectives that any rank has begun in it. Where this rank has begun
                 more, it waits. If there is no such group, or if there are several, the shortest time-out is returned.
         """
-        ahead = [group for group, count in self.collectives.items() if count > fewest.get(group, count)]
-        found = [self.timeouts.get(group, self.timeouts.get("")) for group in ahead or self.collectives]
+        counts = self.collectives.items()
+        ahead = [group.removesuffix(BY_RECORDS) for group, count in counts if count > fewest.get(group, count)]
+        found = [self.timeouts.get(group, self.timeouts.get("")) for group in ahead or self.timeouts]
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     def at_step(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from ddp_manual import collective_memory
 from ddp_manual.messages import AskRecords, Begun, GroupRecords, RecordsReply
 from ddp_manual.protocol.collective_comparison import LAST, group_name
+from ddp_manual.ranks_and_runs import BY_RECORDS
 from ddp_manual.wire import printable
 
 # A heartbeat has the chains of a group's last numbers, and of the last multiples of these: ranks whose heartbeats come
@@ -20,8 +21,6 @@ LAST_MULTIPLES = 4
 MOST_GROUPS = 16
 # Groups of its worker that an agent knows. A script that opens others for each epoch never closes them.
 MOST_GROUPS_READ = 512
-
-
 # Closed groups that are remembered; torch closes the default group last.
 MOST_CLOSED = 16
 
@@ -37,6 +36,7 @@ class _Group:
         """How many collectives the worker had begun with the last of this group."""
         self.number = 0
         """How many of them in this group."""
+        self.is_closed = False
         self._chains = [(1, deque[tuple[int, int]](maxlen=LAST))]
         self._chains += [(step, deque[tuple[int, int]](maxlen=LAST_MULTIPLES)) for step in MULTIPLES]
 
@@ -62,7 +62,7 @@ class Records:
         self._left_out = 0
         """The last of the groups that are no longer known; the worker numbers them."""
         self._read = 0
-        self._closed: dict[str, int] = {}
+        self._closed: dict[str, int | None] = {}
         self.complete = False
         """Whether all collectives of the worker are recorded."""
 
@@ -78,28 +78,31 @@ class Records:
 
     def add_group(self, group: Mapping[str, Any]) -> None:
         if len(self._groups) >= MOST_GROUPS_READ:
-            identity = min(self._groups, key=lambda one: self._groups[one].begun)
+            _, *others = self._groups.items()  # without the default group
+            identity, _ = min(others, key=lambda one: (not one[1].is_closed, one[1].begun))
             self._left_out = max(self._left_out, identity)
             del self._groups[identity]
         self._groups[group["identity"]] = _Group(group["key"], group["ranks"], group["description"], group["device"])
 
     def close_group(self, key: str, begun: int | None) -> None:
         """Remember how many collectives the worker has begun in a group that it has closed, as torch counts them."""
-        if self.complete or begun is not None:
-            self._closed[key] = begun or 0
+        self._closed[key] = begun
+        for group in self._groups.values():
+            group.is_closed |= group.group == key
         while len(self._closed) > MOST_CLOSED:
             del self._closed[next(iter(self._closed))]
 
     def count(self, by_torch: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
         """Return how many collectives the worker has begun in each process group that is open, and in those that it has
-        closed last: as recorded if all are, otherwise as torch counts them."""
-        self.read()
-        recorded: dict[str, int] = {}
-        for group in self._groups.values() if self.complete else ():
-            recorded[group.group] = recorded.get(group.group, 0) + group.number
-        known = recorded if self.complete else by_torch
-        of_open = {key: known[key] for key in by_torch if key in known and key not in self._closed}
-        return of_open, {key: recorded.get(key, count) for key, count in self._closed.items()}
+        closed last: as recorded, with keys that say so, if all are. torch may count one collective as two."""
+        if not self.complete:
+            of_open = {key: count for key, count in by_torch.items() if key not in self._closed}
+            return of_open, {key: count for key, count in self._closed.items() if count is not None}
+        of_open, of_closed = {}, dict.fromkeys(self._closed, 0)
+        for group in self._groups.values():
+            counts = of_closed if group.is_closed else of_open
+            counts[group.group] = counts.get(group.group, 0) + group.number
+        return _as_recorded(of_open), _as_recorded({key: of_closed[key] for key in self._closed})
 
     def read(self) -> None:
         """Take the records that are new."""
@@ -142,3 +145,7 @@ class Records:
         return [
             Begun(self._groups[key.group].key, key.number, key.begun, *call) for key, call in said if call is not None
         ]
+
+
+def _as_recorded(counts: Mapping[str, int]) -> dict[str, int]:
+    return {f"{key}{BY_RECORDS}": count for key, count in counts.items()}

@@ -153,11 +153,11 @@ class Worker:
 
     def heartbeat(self) -> Beat:
         """Return what the worker does now, as the next heartbeat is to say it."""
+        calls = self.records.for_beat()
         begun, closed = self.records.count(self.beat.collectives)
-        stopped, calls = self.stopped_by(), self.records.for_beat()
-        self.beat = replace(self.beat, collectives=begun, closed=closed, stopped=stopped, calls=calls)
         silent = time.monotonic() - self._spoke_at > SILENT
-        return replace(self.beat, inside=False) if silent and self.beat.inside else self.beat
+        inside, stopped = self.beat.inside and not silent, self.stopped_by()
+        return replace(self.beat, collectives=begun, closed=closed, calls=calls, inside=inside, stopped=stopped)
 
     @property
     def is_gone(self) -> bool:

@@ -37,8 +37,9 @@ class Handling(enum.Enum):
 class Unreached:
     """A program that has got Ctrl-C, and has not moved since: it stays in a collective."""
 
-    collectives: Mapping[str, int] | None = None
-    """How many of each process group it had begun, once what the worker says is not from before Ctrl-C any more."""
+    begun: tuple[int, Mapping[str, int]] | None = None
+    """How many operations and collectives it had begun, once what the worker says is not from before Ctrl-C any more.
+    """
     is_said: bool = False
 
 
@@ -161,12 +162,12 @@ class StopSignals:
         wait = self._unreached
         if wait is None:
             return None
-        waited = now - self._passed_on_at
-        if wait.collectives is None and waited >= KNOWN_AFTER:
-            wait.collectives = beat.collectives
+        waited, begun = now - self._passed_on_at, (beat.operations, beat.collectives)
+        if wait.begun is None and waited >= KNOWN_AFTER:
+            wait.begun = begun
         if waited < SAID_AFTER:
             return None
-        if not beat.inside or beat.collectives != wait.collectives:
+        if not beat.inside or begun != wait.begun:
             self._unreached = None  # Python has reacted, as the program would have it
             return None
         where = f"in a collective, on {beat.place or 'no line of Python'}"

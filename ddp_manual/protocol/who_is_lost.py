@@ -54,6 +54,11 @@ IN_VAIN = 2.0
 # How a rank is lost: its process has ended or is stopped; nobody hears from it; its own code has raised; one of its
 # collectives has broken, and nobody is to blame; or other ranks wait for it for ever, which ends any run.
 GONE, SILENT, OWN_CODE, BROKEN, AWAITED = "gone", "silent", "own code", "broken", "awaited"
+OPENS_EACH = "have every rank call init_process_group() and new_group(), also for groups that it is not in"
+SAME_STEPS = (
+    "give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for less\n"
+    "and call no collective, nor what contains one (a step, train()), on one rank alone, as below `if rank == 0`"
+)
 LET_IT_RUN = "let nobody stop it (Ctrl-Z, a batch system), or give a larger --peer_timeout"
 # What rank 0 asks itself; each is one inquiry at a time.
 DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK = "do calls differ", "where are they stuck"
@@ -367,17 +372,14 @@ class Watch:
     def _end_because_of_finished(self, rank: int, early: Sequence[int], place: str, now: float) -> None:
         """End the run: ``rank`` is in a call of torch, at this place, in which ``early`` do not take part any more."""
         done = "finished" if {*early} <= {*self.health.finished} else "closed the process group"
-        call = "the call that opens a process group" if self.health.beat(rank).opening else "a collective"
-        opens = "have every rank call init_process_group() and new_group(), also for groups that it is not in"
+        call, next = "a collective", SAME_STEPS
+        if self.health.beat(rank).opening:
+            call, next = "the call that opens a process group", OPENS_EACH
         error = PeerLost(
             f"{in_words(as_ranges(early))} had {done} while rank {rank} was still in {call}",
             why=f"{call} needs every rank, and they did not make the same number of calls\n"
             f"this one was on {place or 'no line of Python'}",
-            next=opens
-            if self.health.beat(rank).opening
-            else "give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for "
-            "less\nand call no collective, nor what contains one (a step, train()), on one rank alone, as below "
-            "`if rank == 0`",
+            next=next,
         )
         verdict = verdict_about(self._info(rank), LastWords.of(error))
         self._lose_unless_mismatch(Loss(verdict, AWAITED, spared=self.health.finished), now)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_manual.training import ddp, sampling
+from ddp_manual.training import ddp
 from ddp_manual.training.data import Split
 
 # Images in one batch. Of images above 32x32 a batch takes fewer, so that it has no more pixels than 1,000 of 32x32.
@@ -100,8 +100,7 @@ def evaluate(
     # Loss summed over samples, correct samples, samples.
     totals = torch.zeros(3, dtype=torch.float64, device=split.device)
     all_scores = [torch.zeros(0, len(split.classes), device=split.device)]
-    every = torch.arange(len(split), device=split.images.device)
-    share = sampling.share(every, start=0, stop=len(split), rank=rank, world_size=world_size)
+    share = torch.arange(len(split), device=split.images.device)[rank::world_size]
     _, height, width = split.shape
     batch = max(1, min(MOST_IMAGES, MOST_PIXELS // (height * width)))
     # The split() of an empty tensor is one empty batch, which some networks refuse.

@@ -132,8 +132,8 @@ class Recorder:
     def __init__(self, tell: Callable[[FromWorker], None]) -> None:
         self._tell = tell
         self._begun = 0
-        self._groups: dict[Any, Callable[..., None]] = {}
-        """Process group of several ranks -> what records its collectives."""
+        self._groups: dict[Any, Callable[..., None] | None] = {}
+        """Process group of several ranks -> what records its collectives, if they are recorded."""
         self._identities = itertools.count(1)
         self._turn = threading.RLock()  # which a signal handler may take once more
         self._thread = threading.get_ident()
@@ -147,9 +147,8 @@ class Recorder:
         self._undo.callback(self._forget)
         if compare:
             self._share()
-        recorded = {} if self._memory is None else _OPERATIONS
-        if not self._operations or not recorded:
-            self._undo.enter_context(wrap_collectives({**recorded, **dict.fromkeys(_NOT_COUNTABLE)}, self._called))
+        recorded = {} if self._operations or self._memory is None else _OPERATIONS
+        self._undo.enter_context(wrap_collectives({**recorded, **dict.fromkeys(_NOT_COUNTABLE)}, self._called))
         self._undo.enter_context(watch_process_groups(self._opened, self._closed))
 
     def _share(self) -> None:
@@ -177,18 +176,25 @@ class Recorder:
     def unhook(self) -> None:
         """Record nothing any more. A hook that is registered when the interpreter ends would crash the process."""
         self._operations = {}
-        for group in self._groups:
+        for group in list(self._groups):
             _unhook(group)
 
     def _opened(self, group: Any, key: str, ranks: Sequence[int]) -> None:
         if len(ranks) == 1 or group in self._groups:
             return
+        self._groups[group] = None
+        if self._memory is not None:
+            try:
+                self._record_in(group, key, ranks)
+            except Exception as error:
+                self._compare_no_more(error)
+
+    def _record_in(self, group: Any, key: str, ranks: Sequence[int]) -> None:
         orders = {device: _Order(next(self._identities)) for device in devices_with_backends(group)}
         for device, order in orders.items():
             self._tell(GroupOpened(order.identity, key, ranks, str(group.group_desc), device))
         record = self._groups[group] = self._recording(ranks, orders)
-        if self._operations and self._memory is not None:
-            operations = self._operations
+        if operations := self._operations:
 
             def before(args: Any) -> None:
                 if (operation := operations.get(args.name.value)) is not None:
@@ -198,13 +204,19 @@ class Recorder:
 
             group.register_pre_hook(_HOOK, hide_from_dynamo(before))
 
+    def _compare_no_more(self, error: Exception) -> None:
+        """Record nothing any more: the program goes on, and its agent says why nothing is compared."""
+        self._memory = None
+        self._tell(NotCompared(first_line(error)))
+
     def _closed(self, group: Any, key: str) -> None:
-        if self._groups.pop(group, None) is not None:
+        if group in self._groups:
+            del self._groups[group]
             self._tell(GroupClosed(key, known_of([(group, key)]).begun.get(key)))
             _unhook(group)
 
     def _called(self, group: Any, operation: Operation | None, *with_what: Any) -> None:
-        """Record a collective that Python has called, with a torch that has no hooks."""
+        """Record a collective that Python has called, with a torch that has no hooks; or note that it is none."""
         if operation is None:
             not_countable.add(group)
         elif (record := self._groups.get(group)) is not None:
@@ -236,9 +248,8 @@ class Recorder:
                     order.number += 1
                     order.chain = collective_memory.chain_with(order.chain, order.number, common, reduce.encode())
                     collective_memory.write(memory, (index, order.number, order.identity, order.chain), shown, line)
-            except Exception as error:  # the program goes on, and its agent says why nothing is compared any more
-                self._memory = None
-                self._tell(NotCompared(first_line(error)))
+            except Exception as error:
+                self._compare_no_more(error)
 
         return record
 

@@ -206,28 +206,27 @@ def watch_process_groups(
     default = 0
 
     class Registry(dict[Any, Any]):
-        def __setitem__(self, group: Any, ranks: Any) -> None:
+        def __setitem__(self, group: Any, mapping: Any) -> None:
             nonlocal default
-            super().__setitem__(group, ranks)
-            if (name := distributed_c10d._pg_names.get(group)) is not None:  # this rank belongs to it
+            super().__setitem__(group, mapping)
+            name = distributed_c10d._pg_names.get(group)
+            if name is not None and group not in _keys:  # this rank belongs to it
+                ranks = [int(rank) for rank in mapping]
                 default += group.group_desc == "default_pg" and len(ranks) > 1  # others know none of its own
-                members = f"{name}/{zlib.crc32(repr([*ranks]).encode()):08x}/{default}"
+                members = f"{name}/{zlib.crc32(repr(ranks).encode()):08x}/{default}"
                 _keys[group] = key = f"{members}/{again[members]}"
                 again[members] += 1
-                opened(group, key, [*ranks])
+                opened(group, key, ranks)
 
         def __delitem__(self, group: Any) -> None:
+            self.pop(group)
+
+        def pop(self, group: Any, *otherwise: Any) -> Any:
             if group in _keys:
                 closed(group, _keys[group])
                 not_countable.discard(group)
                 del _keys[group]
-            super().__delitem__(group)
-
-        def pop(self, group: Any, *default: Any) -> Any:
-            ranks = self.get(group, *default)
-            if group in self:
-                del self[group]
-            return ranks
+            return super().pop(group, *otherwise)
 
         def clear(self) -> None:
             for group in reversed(self.copy()):  # the default group last

@@ -167,8 +167,10 @@ class Host:
     def kill(self, words: str, *, parent: bool = False) -> None:
         """Kill the youngest process of this host that has these words in its command, or its ``parent``."""
         pids = {int(pid) for pid in self.namespace.pids()}
-        here = (process for process in psutil.process_iter(["cmdline"]) if process.pid in pids)
-        found = max((one for one in here if words in " ".join(one.info["cmdline"] or ())), key=age_of)
+        commands = {one: one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"]) if one.pid in pids}
+        # Not a fork that is about to become another program.
+        here = (one for one, command in commands.items() if command != commands.get(one.parent()))
+        found = max((one for one in here if words in " ".join(commands[one])), key=age_of)
         os.kill(found.ppid() if parent else found.pid, signal.SIGKILL)
 
     # -- names --------------------------------------------------------------------------------------------------

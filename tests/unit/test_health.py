@@ -251,6 +251,7 @@ def test_a_stall_is_judged_before_torchs_time_out_or_after_a_shorter_stall_timeo
         ({"0": 51, "1": 4}, 600),  # in the default group
         ({"0": 51, "1": 5}, 600),  # in both
         ({"0": 50, "1": 4}, 600),  # nobody knows in which
+        ({}, 600),  # nor how many it has begun
     ],
 )
 def test_the_time_out_counts_of_the_group_that_ranks_wait_in_otherwise_the_shortest(

@@ -33,7 +33,7 @@ def wait_until_all_have_something_to_keep(rank: RankProcess, run: Path) -> None:
     deadline = time.monotonic() + 60
     looked_at = 0
     while True:
-        if (size := file.stat().st_size) > looked_at and tracked.wandb_curves(file):
+        if (size := file.stat().st_size) > looked_at and "train/loss" in tracked.wandb_curves(file):
             break
         looked_at = size
         assert rank.process.poll() is None and time.monotonic() < deadline
