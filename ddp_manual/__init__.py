@@ -20,8 +20,8 @@ from ddp_manual.world_options import WorldSpec
 
 if TYPE_CHECKING:
     from ddp_manual.launch.spawn import spawn
+    from ddp_manual.training.check_replicas import check_replicas
     from ddp_manual.training.main import train
-    from ddp_manual.training.replicas import check_replicas
     from ddp_manual.worker.holding import held, hold
     from ddp_manual.worker.join import join
     from ddp_manual.worker.world import World
@@ -45,7 +45,7 @@ __all__ = [
 # Name -> its module, imported when the name is first used: ``--help`` needs none of these modules.
 _LATER = {
     "World": "ddp_manual.worker.world",
-    "check_replicas": "ddp_manual.training.replicas",
+    "check_replicas": "ddp_manual.training.check_replicas",
     "held": "ddp_manual.worker.holding",
     "hold": "ddp_manual.worker.holding",
     "join": "ddp_manual.worker.join",

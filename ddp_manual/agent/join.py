@@ -18,7 +18,6 @@ from ddp_manual import messages
 from ddp_manual.agent import reachability
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.coordinator import Coordinator
-from ddp_manual.agent.find_rank_0 import Probe, find_rank_0
 from ddp_manual.agent.installed import code_digests, installed_versions
 from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
@@ -26,6 +25,7 @@ from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.rank_0_port import listen, refuse_loopback
 from ddp_manual.agent.to_type import status_command
 from ddp_manual.agent.torchrun_store import read_torchrun_address, write_torchrun_address
+from ddp_manual.agent.wait_for_rank_0 import Probe, find_rank_0
 from ddp_manual.agent.waiting_rank_0s import OwnRank0, hint, withdraw
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.deadline import POLL_EVERY, Waiting

@@ -11,8 +11,8 @@ from datetime import datetime
 
 import psutil
 
-from ddp_manual.agent.find_rank_0 import look_at, probe
 from ddp_manual.agent.network_interface import family, interface_addresses, own_address
+from ddp_manual.agent.wait_for_rank_0 import look_at, probe
 from ddp_manual.environment import launcher_variables, machine, user_variables
 from ddp_manual.errors import (
     AddressNotLocal,

@@ -12,7 +12,7 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ddp_manual.agent.find_rank_0 import VALIDATE
+from ddp_manual.agent.wait_for_rank_0 import VALIDATE
 from ddp_manual.deadline import POLL_EVERY, Waiting
 from ddp_manual.environment import user_variables
 from ddp_manual.errors import (

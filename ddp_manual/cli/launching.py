@@ -206,7 +206,7 @@ def _check_hosts_options(flags: dict[str, Any]) -> None:
 @click.command(hidden=True)
 def hosted() -> int:
     """Start the ranks of this host for ``launch --hosts`` on another one, which ssh connects to this process."""
-    from ddp_manual.launch.hosted import serve
+    from ddp_manual.launch.on_each_host import serve
 
     return serve()
 

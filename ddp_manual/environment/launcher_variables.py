@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_manual.environment import kubernetes, machine, mpirun, slurm, user_variables
-from ddp_manual.environment.kubernetes import KUBERNETES
+from ddp_manual.environment import machine, rank_0_of_kubernetes, rank_0_of_mpirun, rank_0_of_slurm, user_variables
 from ddp_manual.environment.rank_0 import Environment, Identity, Sourced
+from ddp_manual.environment.rank_0_of_kubernetes import KUBERNETES
 from ddp_manual.errors import BadOption
 
 OF_RANK = ("world_size", "rank", "local_rank", "master_addr", "master_port")
@@ -66,7 +66,7 @@ def of_rank(environment: Environment) -> Identity:
     by_mpirun = _of_mpirun(environment)
     inner = by_mpirun or _of_slurm_task(environment)
     others = [read(PMIX, environment)]
-    if not (by_mpirun and slurm.NODES in environment):
+    if not (by_mpirun and rank_0_of_slurm.NODES in environment):
         others.insert(0, read(PMI, environment))
     if not by_mpirun:
         others.append(of_pod(environment))
@@ -111,7 +111,7 @@ def of_started_rank(environment: Environment) -> Identity:
     # A job that asks for nodes only, as many arrays do, has no SLURM_NTASKS: srun then starts a task on each of them.
     variable = "SLURM_NTASKS" if "SLURM_NTASKS" in environment else "SLURM_JOB_NUM_NODES"
     tasks = environment.get(variable, "")
-    is_shell = "SLURM_JOB_ID" in environment and not slurm.is_task(environment)
+    is_shell = "SLURM_JOB_ID" in environment and not rank_0_of_slurm.is_task(environment)
     if "rank" not in found and is_shell and tasks.isdigit() and int(tasks) > 1:
         raise BadOption(
             f"this is the shell of Slurm's job {environment['SLURM_JOB_ID']}, and none of its {tasks} tasks",
@@ -125,7 +125,7 @@ def of_started_rank(environment: Environment) -> Identity:
 def check_rank_0_is_found(environment: Environment) -> None:
     """Raise BadOption if the ranks are on several hosts and, without --master_addr, could not find rank 0."""
     if not environment.get("MASTER_ADDR"):
-        (mpirun if _of_mpirun(environment) else slurm).check_rank_0_is_found(environment)
+        (rank_0_of_mpirun if _of_mpirun(environment) else rank_0_of_slurm).check_rank_0_is_found(environment)
 
 
 def with_flags(found: Identity, flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -173,14 +173,14 @@ def several_hosts(world_size: int) -> str | None:
     """
     if user_variables.count("SLURM_STEP_NUM_NODES") > 1:
         return user_variables.listed("SLURM_STEP_NUM_NODES")
-    return mpirun.several_hosts(user_variables.variables(), world_size)
+    return rank_0_of_mpirun.several_hosts(user_variables.variables(), world_size)
 
 
 def first_pod() -> Sourced | None:
     """Return the name of rank 0's pod in an Indexed Job of Kubernetes; None elsewhere."""
     index = of_pod(user_variables.variables()).get("rank")
     hosts = Path("/etc/hosts").read_text(errors="replace") if index is not None else ""
-    return kubernetes.first_pod(index, machine.host_name(), hosts) if index is not None else None
+    return rank_0_of_kubernetes.first_pod(index, machine.host_name(), hosts) if index is not None else None
 
 
 def process_that_set(variable: str) -> int | None:
@@ -223,26 +223,26 @@ def _of_mpirun(environment: Environment) -> Identity:
     found = read(STARTERS["mpirun"], environment)
     if not found and PMI["local_rank"] in environment:  # which srun --mpi=pmi2 does not set
         found = read(PMI, environment)
-    return {**found, **mpirun.meeting(environment)} if "rank" in found else found
+    return {**found, **rank_0_of_mpirun.meeting(environment)} if "rank" in found else found
 
 
 def _of_slurm_task(environment: Environment) -> Identity:
     """Return the rank of a task that srun has started; empty in the shell of a batch job."""
-    if not slurm.is_task(environment):
+    if not rank_0_of_slurm.is_task(environment):
         return {}
-    return {**read(STARTERS["srun"], environment), **slurm.meeting(environment)}
+    return {**read(STARTERS["srun"], environment), **rank_0_of_slurm.meeting(environment)}
 
 
 def _of_slurm_node(environment: Environment) -> Identity:
     """Return the node of a task that srun has started as the only one on its node, in a step of several nodes."""
-    if not slurm.is_task(environment):
+    if not rank_0_of_slurm.is_task(environment):
         return {}
     names = {"nnodes": "SLURM_STEP_NUM_NODES", "node_rank": "SLURM_PROCID"}
     tasks = read({"world_size": "SLURM_STEP_NUM_TASKS"}, environment)["world_size"]
     found = read(names, environment)
     nodes = int(found["nnodes"].value) if "nnodes" in found else 1
     if tasks.value == nodes:
-        return {**found, **slurm.meeting(environment)} if nodes > 1 else {}
+        return {**found, **rank_0_of_slurm.meeting(environment)} if nodes > 1 else {}
     if nodes == 1 and "SLURM_PTY_PORT" in environment:  # a person's shell, from srun --pty
         return {}
     raise BadOption(

@@ -15,7 +15,7 @@ from ddp_manual import left_behind, signal_handlers, unread
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine
 from ddp_manual.errors import DdpManualError, Stopped
-from ddp_manual.launch.engine import Launch, first_of
+from ddp_manual.launch.attempts import Launch, first_of
 from ddp_manual.launch.function import Call
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.spawn import START_AGAIN

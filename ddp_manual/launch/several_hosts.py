@@ -1,6 +1,6 @@
 """``launch --hosts``: the ranks of several hosts from one terminal, by way of the system's ssh, one session a host.
 
-No rank is started before every host is ready. What to run goes to ``launch/hosted.py`` on each host over standard
+No rank is started before every host is ready. What to run goes to ``launch/on_each_host.py`` on each host over standard
 input, never on a command line; when that connection ends, however it ends, the ranks of the host end too. With
 ``--on_loss wait`` or ``shrink`` the other ranks go on then, and the host gets another session.
 """
@@ -21,7 +21,7 @@ from ddp_manual import signal_handlers
 from ddp_manual.agent.program_source import check_program, source_of
 from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped
-from ddp_manual.launch.engine import Launch, Tell, first_of, say_how_to_look
+from ddp_manual.launch.attempts import Launch, Tell, first_of, say_how_to_look
 from ddp_manual.launch.host_list import Host
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.session_messages import (

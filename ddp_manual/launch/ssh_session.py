@@ -19,7 +19,7 @@ import msgspec
 import ddp_manual
 from ddp_manual import unread
 from ddp_manual.errors import BadOption, signal_name
-from ddp_manual.launch.engine import in_short
+from ddp_manual.launch.attempts import in_short
 from ddp_manual.launch.host_list import LOCAL, Host
 from ddp_manual.launch.session_messages import (
     ALIVE_EVERY,
@@ -104,7 +104,7 @@ class Remote:
         )
 
     def command(self, host: str) -> list[str]:
-        """Return the command that starts ``launch/hosted.py`` on a host."""
+        """Return the command that starts ``launch/on_each_host.py`` on a host."""
         at_home = self.folder == "~" or self.folder.startswith("~/")
         folder = '"$HOME"' + shlex.quote(self.folder[1:]) if at_home else shlex.quote(self.folder)
         script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {shlex.quote(self.python)} -m ddp_manual hosted"

@@ -27,7 +27,7 @@ from ddp_manual.agent.start_worker import Forker, Starter, check_torch_is_instal
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped
-from ddp_manual.launch.engine import Launch, Tell, say_how_to_look
+from ddp_manual.launch.attempts import Launch, Tell, say_how_to_look
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.program import without_secrets

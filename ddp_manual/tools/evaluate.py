@@ -29,8 +29,8 @@ from ddp_manual.training.evaluation import Predictions
 from ddp_manual.training.evaluation import evaluate as evaluate_network
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_factory import is_own_factory
-from ddp_manual.training.run_files import write_predictions
 from ddp_manual.training.transforms import Normalise, unit_scale
+from ddp_manual.training.write_run_files import write_predictions
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ddp_manual.agent.find_rank_0 import find_rank_0, look_at
 from ddp_manual.agent.name_lookup import look_up
+from ddp_manual.agent.wait_for_rank_0 import find_rank_0, look_at
 from ddp_manual.agent.waiting_rank_0s import hint
 from ddp_manual.deadline import Waiting
 from ddp_manual.environment import machine, user_variables

@@ -13,18 +13,18 @@ from ddp_manual import progress_bar, run_folder, signal_handlers
 from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import counted
-from ddp_manual.training import checkpoint_files, checkpoint_state, held_state, models, own_factory, run_files
+from ddp_manual.training import checkpoint_files, checkpoint_state, held_state, models, own_factory, write_run_files
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
 from ddp_manual.training.data_memory import bring_to, check_host_memory
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.evaluation import Predictions
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_factory import is_own_factory
-from ddp_manual.training.run_files import RunFiles
 from ddp_manual.training.same_on_all_ranks import agree_on_options, compare_data
 from ddp_manual.training.trackers import Trackers
 from ddp_manual.training.trainer import Trainer
 from ddp_manual.training.transforms import unit_scale
+from ddp_manual.training.write_run_files import RunFiles
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World
@@ -134,7 +134,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
         if world.run_dir_is_own:  # now that rank 0 holds the folder, and goes on with what is in it
             paths.set_failures_aside(world.spec.rank, world.spec.world_size if on_rank_0 else None)
         was_complete = trainer.ended
-        summary = run_files.earlier_summary(paths, config.epochs) if was_complete and on_rank_0 else None
+        summary = write_run_files.earlier_summary(paths, config.epochs) if was_complete and on_rank_0 else None
         if files is not None:
             if config.resume is not None or world.generation:
                 files.rewind(trainer.position, trainer.history, network, complete=was_complete)
@@ -143,7 +143,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
             saves = resumed and (at_an_end or not world.generation)
             if saves and not checkpoint_files.holds(paths.checkpoints, trainer.position.step):
                 trainer.save()
-            settings = run_files.settings(world, paths, trainer)
+            settings = write_run_files.settings(world, paths, trainer)
             if summary is None or not paths.config.exists():
                 files.start(settings, data.train)
             if summary is None:  # otherwise an earlier process has followed the run to its end
@@ -151,7 +151,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
 
         if was_complete:
             logger.log(level, "the run is complete: it has trained for %s", counted(config.epochs, "epoch"))
-            missing = summary is None or not run_files.predictions_are_there(paths.predictions, classes)
+            missing = summary is None or not write_run_files.predictions_are_there(paths.predictions, classes)
             if world.gather(missing)[0]:
                 _write_predictions(trainer, trainer.predict())
         else:
@@ -186,7 +186,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
 
         # Finish.
         if summary is None:
-            summary = run_files.summary(world, paths, trainer)
+            summary = write_run_files.summary(world, paths, trainer)
             trainer.write(lambda files: files.finish(summary))
     return summary
 

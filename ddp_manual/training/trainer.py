@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ddp_manual import progress_bar
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.training import checkpoint_state, ddp, sampling
+from ddp_manual.training.check_replicas import check_replicas
 from ddp_manual.training.checkpoint_state import History
 from ddp_manual.training.data import Data
 from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
@@ -30,9 +31,8 @@ from ddp_manual.training.held_state import Holder
 from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.meter import Meter, Metrics, Window, diverged
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.training.replicas import check_replicas
-from ddp_manual.training.run_files import RunFiles
 from ddp_manual.training.transforms import Augmentation
+from ddp_manual.training.write_run_files import RunFiles
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World

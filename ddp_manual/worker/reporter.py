@@ -37,7 +37,7 @@ from ddp_manual.worker.private_torch import (
     innermost_frames,
     open_groups,
 )
-from ddp_manual.worker.stop_step import Stops
+from ddp_manual.worker.stop_after_step import Stops
 
 # Seconds.
 LOOK_EVERY = 0.25

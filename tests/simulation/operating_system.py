@@ -19,11 +19,11 @@ from ddp_manual import processes, signal_handlers, terminal
 from ddp_manual.agent import (
     coordinator,
     end_of_rank,
-    find_rank_0,
     join,
     main,
     name_lookup,
     reachability,
+    wait_for_rank_0,
     worker_process,
 )
 from ddp_manual.agent.connection import Connection
@@ -154,7 +154,7 @@ def patched(run: Run) -> Iterator[None]:
         (admission, {"datetime": utc}),
         (join, {"own_addresses": lambda: [here().address]}),
         (coordinator, {"own_addresses": lambda: [here().address], "stopped_agent": run.faults.stopped_agent}),
-        (find_rank_0, {"resolve_in_thread": resolve_in_thread}),
+        (wait_for_rank_0, {"resolve_in_thread": resolve_in_thread}),
         (name_lookup, {"own_address": lambda: here().address, "resolve_in_thread": resolve_in_thread}),
         (reachability, {"answer_at": answer_at, "try_to_reach": try_to_reach}),
         (rounds, {"_rounds": itertools.count()}),

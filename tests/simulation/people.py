@@ -17,7 +17,7 @@ from ddp_manual.agent import main
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.errors import DdpManualError
 from ddp_manual.launch import this_host
-from ddp_manual.launch.engine import Failure
+from ddp_manual.launch.attempts import Failure
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.program import Program as UsersProgram
 from ddp_manual.text_wrapping import wrapped

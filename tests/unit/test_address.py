@@ -19,11 +19,11 @@ import pytest
 import torch.distributed as dist
 
 from ddp_manual.agent import name_lookup
-from ddp_manual.agent.find_rank_0 import Probe
-from ddp_manual.agent.find_rank_0 import probe as probe_at
 from ddp_manual.agent.join import Join
 from ddp_manual.agent.network_interface import OwnAddress, wrong_for_nccl
 from ddp_manual.agent.rank_0_port import listen as listen_at
+from ddp_manual.agent.wait_for_rank_0 import Probe
+from ddp_manual.agent.wait_for_rank_0 import probe as probe_at
 from ddp_manual.agent.waiting_rank_0s import OwnRank0, hint, withdraw
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.deadline import Waiting
@@ -91,7 +91,7 @@ def sends(*pieces: bytes, after: float = 0.0) -> Callable[[socket.socket], None]
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A greeting is awaited for 0.3 s and not for 1.5 s."""
-    monkeypatch.setattr("ddp_manual.agent.find_rank_0.GREETED_WITHIN", 0.3)
+    monkeypatch.setattr("ddp_manual.agent.wait_for_rank_0.GREETED_WITHIN", 0.3)
 
 
 @pytest.mark.usefixtures("impatient")

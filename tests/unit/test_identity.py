@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from ddp_manual import WorldSpec
-from ddp_manual.environment.kubernetes import first_pod
 from ddp_manual.environment.launcher_variables import check_rank_0_is_found, of_node, of_rank, of_started_rank
 from ddp_manual.environment.rank_0 import Sourced, job_port
-from ddp_manual.environment.slurm import first_host
+from ddp_manual.environment.rank_0_of_kubernetes import first_pod
+from ddp_manual.environment.rank_0_of_slurm import first_host
 from ddp_manual.errors import BadOption
 from tests.conftest import Start
 from tests.unit import launcher_environments as recorded

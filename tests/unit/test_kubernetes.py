@@ -19,7 +19,7 @@ import yaml
 from ddp_manual import WorldSpec, errors
 from ddp_manual.agent.to_type import rank_command
 from ddp_manual.cli import main as cli
-from ddp_manual.environment import kubernetes, user_variables
+from ddp_manual.environment import rank_0_of_kubernetes, user_variables
 from ddp_manual.environment.rank_0 import Sourced
 from ddp_manual.protocol.agent import LEAVE_TIMEOUT, SAVE_WITHIN
 from ddp_manual.training.epoch_plan import SYNC_EVERY
@@ -120,8 +120,8 @@ def test_the_world_size_is_the_number_of_pods(indexed: dict[str, Any]) -> None:
     job = indexed["Job"]["spec"]
     env = {variable["name"]: variable.get("value") for variable in pod_of(job)[1]["env"]}
     assert (job["completionMode"], job["podReplacementPolicy"]) == ("Indexed", "Failed")
-    assert env[kubernetes.KUBERNETES["world_size"]] == str(job["completions"]) == str(job["parallelism"])
-    assert kubernetes.KUBERNETES["rank"] not in env  # Kubernetes sets it
+    assert env[rank_0_of_kubernetes.KUBERNETES["world_size"]] == str(job["completions"]) == str(job["parallelism"])
+    assert rank_0_of_kubernetes.KUBERNETES["rank"] not in env  # Kubernetes sets it
 
 
 @pytest.mark.parametrize("name", ["indexed-job.yaml", "trainjob.yaml"])
@@ -148,7 +148,7 @@ def test_the_command_line_accepts_what_the_manifests_and_the_readiness_probe_typ
     trainer = of_kubeflow["TrainJob"]["spec"]["trainer"]
     line = container["readinessProbe"]["exec"]["command"][-1]
     skips_rank_0, probe = line.split("|| ddp-manual ")
-    assert skips_rank_0 == f'test "${kubernetes.KUBERNETES["rank"]}" != 0 '
+    assert skips_rank_0 == f'test "${rank_0_of_kubernetes.KUBERNETES["rank"]}" != 0 '
     assert trainer["command"] == ["tini", "--", "ddp-manual", "launch"]
     for command, *arguments in (container["args"], shlex.split(probe), ["launch", *trainer["args"]]):
         COMMANDS[command].make_context(command, arguments)
@@ -157,7 +157,7 @@ def test_the_command_line_accepts_what_the_manifests_and_the_readiness_probe_typ
 def test_a_pod_says_how_to_look_at_the_pod_that_is_missing(indexed: dict[str, Any]) -> None:
     name = indexed["Job"]["metadata"]["name"]
     index, full_name = Sourced(1, "JOB_COMPLETION_INDEX"), f"{name}-1.svc.ns.svc.cluster.local"
-    first = kubernetes.first_pod(index, f"{name}-1", f"10.1.2.3 {full_name} {name}-1")
+    first = rank_0_of_kubernetes.first_pod(index, f"{name}-1", f"10.1.2.3 {full_name} {name}-1")
     spec = WorldSpec(world_size=2, rank=1, master_addr=first.value, sources={"master_addr": f"from {first.source}"})
     label = "batch.kubernetes.io/job-"
     expected = f"kubectl describe pods --selector {label}name={name},{label}completion-index={{rank}}"

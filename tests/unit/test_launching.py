@@ -18,7 +18,7 @@ from ddp_manual import TrainConfig, WorldSpec, errors
 from ddp_manual.agent.end_of_rank import leave_failure
 from ddp_manual.cli import main as cli
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
-from ddp_manual.launch.engine import may_be_fixed
+from ddp_manual.launch.attempts import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.this_host import Ranks, prepared
 from ddp_manual.protocol.causes_of_loss import error_for, lost_rank

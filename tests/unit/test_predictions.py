@@ -22,9 +22,9 @@ from ddp_manual.training.data import Split
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluation import Predictions, evaluate
 from ddp_manual.training.meter import Metrics
-from ddp_manual.training.run_files import RunFiles, confusion_table, table, write_predictions
 from ddp_manual.training.trackers import Trackers
 from ddp_manual.training.transforms import unit_scale
+from ddp_manual.training.write_run_files import RunFiles, confusion_table, table, write_predictions
 
 CLASSES = ("airplane", "automobile", "bird, or not")
 
@@ -129,7 +129,7 @@ def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_run_goes_on_witho
         yield b"id,"
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ddp_manual.training.run_files.table", no_room)
+    monkeypatch.setattr("ddp_manual.training.write_run_files.table", no_room)
     files = RunFiles(RunPaths(tmp_path), keep=1, trackers=Trackers(()))
     with caplog.at_level(logging.WARNING):
         files.write_predictions(Position(), five)

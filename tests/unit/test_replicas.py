@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_manual
 from ddp_manual.errors import BadOption
-from ddp_manual.training import replica_digests, replicas
+from ddp_manual.training import check_replicas, replica_digests
 from ddp_manual.training.replica_digests import SMALL, Value, collect, digest
 
 DTYPES = (
@@ -150,6 +150,6 @@ def test_alone_and_without_a_process_group_there_is_nothing_to_compare(process_g
 
 
 def test_most_ranks_are_right_and_of_two_the_lower_one() -> None:
-    assert replicas._majority([7, 8, 8]) == [1, 2]
-    assert replicas._majority([8, 7]) == [0]
-    assert replicas._majority([1, 2, 2, 1]) == [0, 3]
+    assert check_replicas._majority([7, 8, 8]) == [1, 2]
+    assert check_replicas._majority([8, 7]) == [0]
+    assert check_replicas._majority([1, 2, 2, 1]) == [0, 3]

@@ -20,9 +20,9 @@ from ddp_manual.training import checkpoint_files, meter
 from ddp_manual.training.checkpoint_state import History
 from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluation import Evaluation
-from ddp_manual.training.run_files import RunFiles
 from ddp_manual.training.trackers import Trackers
 from ddp_manual.training.trainer import Trainer
+from ddp_manual.training.write_run_files import RunFiles
 from tests.alone import alone
 
 STEPS_PER_EPOCH = 4

@@ -90,7 +90,7 @@ def test_ranks_that_are_to_train_differently_are_named_and_leave_that_in_the_fol
 INTERRUPTED = """
     import os, signal, sys
     from ddp_manual import TrainConfig, join, train
-    from ddp_manual.training.run_files import RunFiles
+    from ddp_manual.training.write_run_files import RunFiles
 
     def finish_interrupted(files, summary):
         os.kill(os.getpid(), signal.SIGINT)

@@ -20,7 +20,7 @@ from ddp_manual import left_behind, processes, signal_handlers
 from ddp_manual.agent.program_source import source_of
 from ddp_manual.environment import machine, variables_for_a_rank
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
-from ddp_manual.launch.engine import Failure
+from ddp_manual.launch.attempts import Failure
 from ddp_manual.launch.session_messages import (
     ALIVE_EVERY,
     END_WITHIN,
