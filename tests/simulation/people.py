@@ -148,7 +148,7 @@ class People:
         nodes = max(self._run.plan.hosts) + 1
         slots = [sum(on == other for on in self._run.plan.hosts) for other in range(nodes)]
         spec = dataclasses.replace(self._spec(ranks[0]), world_size=1, rank=0)
-        hosts = Hosts(slots, node, by_ssh=nodes > 1)
+        hosts = Hosts(slots, node, by_ssh=nodes > 1 and not self._run.plan.on_each_host)
         go_on = "ddp-manual launch train.py"
         launched = this_host.Ranks(
             Job(spec=spec, run_id="run", run_dir=None, go_on=go_on, program=PROGRAM),

@@ -143,6 +143,8 @@ class Plan:
     """Whether the ranks run a user's own program."""
     launched: bool = False
     """Whether ``launch`` starts the ranks of each host, in place of a person who types each of them."""
+    on_each_host: bool = False
+    """Whether a person types it on each host; otherwise one does for all hosts, by ssh."""
     steps: int = 30
     step_seconds: float = 0.2
     hold_every: int = 1
@@ -189,7 +191,8 @@ class Plan:
 
     def __str__(self) -> str:
         """Put the plan into words that ``from_words`` reads."""
-        kind = f"{'a program' if self.script else 'our training'}{', by launch' if self.launched else ''}"
+        launched = f", by launch{' on each host' if self.on_each_host else ''}" if self.launched else ""
+        kind = f"{'a program' if self.script else 'our training'}{launched}"
         work = f"{self.steps} steps of {self.step_seconds:.2f} s, held every {self.hold_every}"
         options = {name: getattr(self, name) for name in OPTIONS if getattr(self, name) != getattr(Plan, name)}
         lines = [
@@ -220,14 +223,15 @@ class Plan:
         """
         first, *lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
         found = re.fullmatch(
-            r"(\d+) ranks of (our training|a program)(, by launch)?(?:, --on_loss (\w+))?"
+            r"(\d+) ranks of (our training|a program)(, by launch( on each host)?)?(?:, --on_loss (\w+))?"
             r"(?:, (\d+) steps of ([\d.]+) s)?(?:, held every (\d+))?",
             first,
         )
         if found is None:
             raise ValueError(f"this does not begin a plan: {first}")
         ranks = int(found[1])
-        values: dict[str, Any] = {"seed": None, "script": found[2] == "a program", "launched": bool(found[3])}
+        values: dict[str, Any] = {"seed": None, "script": found[2] == "a program"}
+        values |= {"launched": bool(found[3]), "on_each_host": bool(found[4])}
         values |= {name: kind(found[group]) for name, kind, group in WORK if found[group] is not None}
         hosts, typed, faults = [0] * ranks, [0.0] * ranks, []
         for line in lines:
@@ -262,10 +266,10 @@ class Plan:
 # The time-outs of a plan, and its numbers, with the group that the first line has them in.
 OPTIONS = ("join_timeout", "rejoin_timeout", "stall_timeout", "peer_timeout", "shrink_after")
 WORK: Sequence[tuple[str, Callable[[str], Any], int]] = (
-    ("on_loss", str, 4),
-    ("steps", int, 5),
-    ("step_seconds", float, 6),
-    ("hold_every", int, 7),
+    ("on_loss", str, 5),
+    ("steps", int, 6),
+    ("step_seconds", float, 7),
+    ("hold_every", int, 8),
 )
 
 
@@ -301,6 +305,7 @@ def draw(seed: int, ranks: int | None = None, faults: int | None = None) -> Plan
         shrink_after=chance.choice((None, None, 5.0)) if on_loss == "wait" else None,
         types_again=chance.choice((0, 1, 3, 3)),
         moves=chance.random() < 0.3,
+        on_each_host=launched and seed % 2 == 1,
     )
     count = chance.choice((0, 1, 1, 1, 2, 2, 3, 4)) if faults is None else faults
     end = max(plan.typed) + plan.loads[1] + plan.steps * plan.step_seconds + 1
