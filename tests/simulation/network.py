@@ -181,6 +181,7 @@ class Network:
         """The directions that are stopped by a cut."""
         self.cuts: set[tuple[int, int]] = set()
         """(from, to) by the numbers of hosts."""
+        self._healed = -TRIES_AGAIN
         self._ports = itertools.count(40_000)
 
     def forget(self, transport: Transport) -> None:
@@ -198,9 +199,15 @@ class Network:
 
     def heal(self, cuts: set[tuple[int, int]]) -> None:
         self.cuts -= cuts
+        self._healed = self.loop.now
         waiting, self.waiting = self.waiting, []
         for stream in waiting:
             self.loop.call_at(self.loop.now + self.random.uniform(0, TRIES_AGAIN), stream.move, context=EMPTY)
+
+    @property
+    def all_has_come(self) -> bool:
+        """Whether nothing is still on its way because of a cut."""
+        return not self.cuts and self.loop.now - self._healed > TRIES_AGAIN
 
     def host_of(self, address: str, asking: Host) -> Host | None:
         if address.startswith("127."):
