@@ -21,7 +21,7 @@ from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, fr
 from ddp_manual.protocol.causes_of_loss import error_for
 from ddp_manual.protocol.search_for_rank_0 import Search
 from ddp_manual.ranks_and_runs import Verdict
-from ddp_manual.terminal import at, columns, duration, say, stdout_width
+from ddp_manual.terminal import at, columns, duration, log, log_to_stderr, stdout_width
 from ddp_manual.text_wrapping import wrapped
 from ddp_manual.world_options import WorldSpec
 
@@ -71,13 +71,15 @@ async def _watch(
     spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, stacks: bool, shrink: bool
 ) -> dict[str, Any]:
     token = user_variables.token(spec.token_file)
-    waiting = _Patience(spec.join_timeout, say) if again else _Patience(0.0, lambda line: None)
+    log_to_stderr(None)
+    waiting = _Patience(spec.join_timeout, log) if again else _Patience(0.0, lambda line: None)
     addresses = await look_up(spec.master_addr, waiting, lambda line: None, again=again)
     there = await find_rank_0(
         Search(spec, "status", machine.host_name(), ADVICE, hint=partial(hint, spec, of_any_size=True)),
         addresses,
         waiting,
     )
+    waiting.ends()
     assert there.connection is not None
     where = at(there.address, spec.master_port)
     try:
