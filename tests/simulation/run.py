@@ -207,6 +207,8 @@ class Run:
 
     def _stuck_for_ever(self, rank: Rank) -> bool:
         """Return whether a rank cannot end: its agent is stopped and nobody lets it go on."""
-        return rank.process.frozen and any(
-            fault.seconds == FOR_EVER and fault.kind in ("freeze agent", "freeze host") for _, fault in self.struck
-        )
+        for_ever = [fault for _, fault in self.struck if fault.seconds == FOR_EVER]
+        beside = {one.number for one in self.of_process(rank)}
+        stopped = any(fault.kind == "freeze agent" and fault.rank in beside for fault in for_ever)
+        frozen = rank.host_is_frozen and any(fault.kind == "freeze host" for fault in for_ever)
+        return rank.process.frozen and (stopped or frozen)
