@@ -74,7 +74,7 @@ class Program:
         descriptor = os.memfd_create("collectives")
         os.ftruncate(descriptor, collective_memory.MEMORY_SIZE)
         self._memory = memoryview(mmap.mmap(descriptor, collective_memory.MEMORY_SIZE))
-        self.records.open(os.getpid(), descriptor, complete=True)
+        self.records.open(os.getpid(), descriptor, complete=True, compared=True)
         group = {"key": "0/1c291ca3/0", "ranks": list(range(ranks)), "description": "default_pg", "device": ""}
         self.records.add_group({"identity": 1, **group})
         self._answers: dict[bytes, RecordsReply] = {}

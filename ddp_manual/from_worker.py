@@ -157,6 +157,8 @@ class RecordsMemory(Message):
     """Of the memory that it shares with its agent: its number in the worker."""
     complete: bool
     """Whether it records all of them: torch before 2.14 does not tell what C++ begins."""
+    compared: bool
+    """Whether they are compared with those of other ranks, or only counted."""
 
 
 class GroupOpened(Message):

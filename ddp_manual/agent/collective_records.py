@@ -36,9 +36,14 @@ class _Group:
         """How many collectives the worker had begun with the last of this group."""
         self.number = 0
         """How many of them in this group."""
-        self.is_closed = False
+        self.is_closed, self._is_default = False, description == "default_pg"
         self._chains = [(1, deque[tuple[int, int]](maxlen=LAST))]
         self._chains += [(step, deque[tuple[int, int]](maxlen=LAST_MULTIPLES)) for step in MULTIPLES]
+
+    @property
+    def worth(self) -> tuple[bool, bool, int]:
+        """The less, the sooner it is left out: closed ones first, and the default group last."""
+        return not self.is_closed, self._is_default, self.begun
 
     def take(self, key: collective_memory.Key) -> None:
         self.begun, self.number = key.begun, key.number
@@ -65,8 +70,9 @@ class Records:
         self._closed: dict[str, int | None] = {}
         self.complete = False
         """Whether all collectives of the worker are recorded."""
+        self._compared = False
 
-    def open(self, pid: int, descriptor: int, *, complete: bool) -> None:
+    def open(self, pid: int, descriptor: int, complete: bool, compared: bool) -> None:
         """Open the memory that a worker has, by the number of its descriptor there.
 
         Raises:
@@ -74,12 +80,12 @@ class Records:
         """
         with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
             self._memory = memoryview(mmap.mmap(file.fileno(), collective_memory.MEMORY_SIZE, prot=mmap.PROT_READ))
-        self._groups, self._left_out, self._read, self.complete = {}, 0, 0, complete
+        self._groups, self._left_out, self._read = {}, 0, 0
+        self.complete, self._compared = complete, compared
 
     def add_group(self, group: Mapping[str, Any]) -> None:
         if len(self._groups) >= MOST_GROUPS_READ:
-            _, *others = self._groups.items()  # without the default group
-            identity, _ = min(others, key=lambda one: (not one[1].is_closed, one[1].begun))
+            identity = min(self._groups, key=lambda one: self._groups[one].worth)
             self._left_out = max(self._left_out, identity)
             del self._groups[identity]
         self._groups[group["identity"]] = _Group(group["key"], group["ranks"], group["description"], group["device"])
@@ -95,14 +101,15 @@ class Records:
     def count(self, by_torch: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
         """Return how many collectives the worker has begun in each process group that is open, and in those that it has
         closed last: as recorded, with keys that say so, if all are. torch may count one collective as two."""
+        of_open = {key: count for key, count in by_torch.items() if key not in self._closed}
+        of_closed = {key: count for key, count in self._closed.items() if count is not None}
         if not self.complete:
-            of_open = {key: count for key, count in by_torch.items() if key not in self._closed}
-            return of_open, {key: count for key, count in self._closed.items() if count is not None}
-        of_open, of_closed = {}, dict.fromkeys(self._closed, 0)
+            return of_open, of_closed
+        of_open, of_closed = {}, {}
         for group in self._groups.values():
             counts = of_closed if group.is_closed else of_open
             counts[group.group] = counts.get(group.group, 0) + group.number
-        return _as_recorded(of_open), _as_recorded({key: of_closed[key] for key in self._closed})
+        return _as_recorded(of_open), _as_recorded({key: of_closed[key] for key in self._closed if key in of_closed})
 
     def read(self) -> None:
         """Take the records that are new."""
@@ -118,12 +125,12 @@ class Records:
         """Return key of a group -> number, chain, number, chain, ... of its last collectives."""
         self.read()
         latest = sorted(self._groups.values(), key=lambda group: -group.begun)[:MOST_GROUPS]
-        return {group.key: group.for_beat() for group in latest if group.number}
+        return {group.key: group.for_beat() for group in latest if group.number and self._compared}
 
     def answer(self, asked: AskRecords) -> RecordsReply:
         """Reply to rank 0: with the last chains of each group and the last call, or with some calls."""
         memory = self._memory
-        if memory is None:
+        if memory is None or not self._compared:
             return RecordsReply(asked.number)
         self.read()
         found = [key for key in collective_memory.read(memory) if key.group in self._groups]

@@ -119,7 +119,7 @@ class Worker:
                 self._command = self._command_line()
             case from_worker.RecordsMemory():
                 try:
-                    self.records.open(self.pid, message.descriptor, complete=message.complete)
+                    self.records.open(self.pid, message.descriptor, message.complete, message.compared)
                 except (OSError, ValueError) as error:  # its last words are still to come; ValueError: no such memory
                     take(from_worker.NotCompared(str(error)))
             case from_worker.ProgramBegins():

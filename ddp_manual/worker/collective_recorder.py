@@ -107,8 +107,8 @@ class _Order:
 
 
 def record_collectives(spec: WorldSpec, tell: Callable[[FromWorker], None]) -> Callable[[], None]:
-    """Tell from now on which process groups are open, or are opened and closed, and record their collectives unless
-    ``--collectives off`` is set.
+    """Tell from now on which process groups are open, or are opened and closed, and record their collectives, which the
+    agent also counts; with ``--collectives off`` it compares none.
 
     Args:
         tell: sends a message to this rank's agent, which learns here where the memory is.
@@ -116,9 +116,9 @@ def record_collectives(spec: WorldSpec, tell: Callable[[FromWorker], None]) -> C
     Returns:
         Undoes this; without it, the end of the process does.
     """
-    recorder = Recorder(tell)
+    recorder = Recorder(tell, compared=spec.collectives == "check")
     if spec.world_size > 1:
-        recorder.start(compare=spec.collectives == "check")
+        recorder.start()
     return recorder.stop
 
 
@@ -127,10 +127,11 @@ class Recorder:
 
     Args:
         tell: sends a message to this rank's agent.
+        compared: whether the agent is to compare them with those of other ranks.
     """
 
-    def __init__(self, tell: Callable[[FromWorker], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[FromWorker], None], *, compared: bool = True) -> None:
+        self._tell, self._compared = tell, compared
         self._begun = 0
         self._groups: dict[Any, Callable[..., None] | None] = {}
         """Process group of several ranks -> what records its collectives, if they are recorded."""
@@ -141,12 +142,11 @@ class Recorder:
         self._memory: memoryview | None = None
         self._operations = operations_of_hooks(_OPERATIONS)
 
-    def start(self, *, compare: bool = True) -> None:
-        """Find all process groups, now and as they are opened; to ``compare``, share the memory with the agent."""
+    def start(self) -> None:
+        """Share the memory with the agent, and find all process groups, now and as they are opened."""
         _recorders.append(self)
         self._undo.callback(self._forget)
-        if compare:
-            self._share()
+        self._share()
         recorded = {} if self._operations or self._memory is None else _OPERATIONS
         self._undo.enter_context(wrap_collectives({**recorded, **dict.fromkeys(_NOT_COUNTABLE)}, self._called))
         self._undo.enter_context(watch_process_groups(self._opened, self._closed))
@@ -161,7 +161,7 @@ class Recorder:
         except (OSError, AttributeError) as error:  # AttributeError: another system than Linux
             self._tell(NotCompared(first_line(error)))
         else:
-            self._tell(RecordsMemory(descriptor, bool(self._operations)))
+            self._tell(RecordsMemory(descriptor, bool(self._operations), self._compared))
 
     def stop(self) -> None:
         """Undo ``start``."""

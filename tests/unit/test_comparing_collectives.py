@@ -54,7 +54,11 @@ def test_a_worker_whose_memory_cannot_be_read_is_not_compared_and_its_last_words
         with theirs, subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as process:
             worker = Worker(process.pid, ours, faults, process)
             await worker.attach(heard.append, lambda: None)
-            for said in (from_worker.RecordsMemory(77, True), from_worker.RecordsMemory(0, True), last_words):
+            for said in (
+                from_worker.RecordsMemory(77, True, True),
+                from_worker.RecordsMemory(0, True, True),
+                last_words,
+            ):
                 theirs.sendall(encode_local(said))
             await wait_until(lambda: last_words in heard, WITHIN)
             assert not worker.is_gone and worker.heartbeat().calls == {}
@@ -186,7 +190,7 @@ def test_groups_share_the_numbers_that_an_agent_replies_with() -> None:
     read, memory = Records(), memoryview(bytearray(collective_memory.MEMORY_SIZE))
     descriptor = os.memfd_create("test")
     os.ftruncate(descriptor, collective_memory.MEMORY_SIZE)
-    read.open(os.getpid(), descriptor, complete=True)
+    read.open(os.getpid(), descriptor, True, True)
     for identity in range(1, 5):
         read.add_group({"identity": identity, "key": f"g{identity}", **OF_WORKER})
     for begun in range(1, 401):
@@ -218,7 +222,7 @@ def records_of(*calls: Calls, backend: str = "fake") -> Records:
         for call in calls:
             call(record)
         read = Records()
-        read.open(os.getpid(), told[0].descriptor, complete=told[0].complete)
+        read.open(os.getpid(), told[0].descriptor, told[0].complete, told[0].compared)
         for one in told[1:]:
             read.add_group(asdict(one))
         return read
@@ -245,7 +249,7 @@ def test_an_agent_counts_what_is_recorded_of_groups_that_are_open_or_closed_othe
         for one in told:
             match one:
                 case from_worker.RecordsMemory():
-                    read.open(os.getpid(), one.descriptor, complete=one.complete)
+                    read.open(os.getpid(), one.descriptor, one.complete, one.compared)
                 case from_worker.GroupOpened():
                     read.add_group(asdict(one))
                 case from_worker.GroupClosed():
