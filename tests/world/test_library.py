@@ -125,6 +125,7 @@ def test_with_nccl_the_tensors_of_the_cpu_go_over_gloo_and_are_counted_too(start
         for _ in range(3):
             dist.all_reduce(torch.ones(1))
         print(both, for_all_devices("gloo"), list(open_groups().begun.values()))
+        dist.destroy_process_group()  # without it a thread of gloo may end the process
     """
     process = start(sys.executable, "-c", script)
     assert process.wait() == 0, process.err
