@@ -169,7 +169,8 @@ class Host:
         pids = {int(pid) for pid in self.namespace.pids()}
         commands = {one: one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"]) if one.pid in pids}
         # Not a fork that is about to become another program.
-        here = (one for one, command in commands.items() if command != commands.get(one.parent()))
+        parents = {one: one.parent() or one for one in commands}
+        here = (one for one in commands if parents[one] == one or commands[one] != commands.get(parents[one]))
         found = max((one for one in here if words in " ".join(commands[one])), key=age_of)
         os.kill(found.ppid() if parent else found.pid, signal.SIGKILL)
 
