@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,15 +101,14 @@ class Records:
     def count(self, by_torch: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
         """Return how many collectives the worker has begun in each process group that is open, and in those that it has
         closed last: as recorded, with keys that say so, if all are. torch may count one collective as two."""
-        of_open = {key: count for key, count in by_torch.items() if key not in self._closed}
-        of_closed = {key: count for key, count in self._closed.items() if count is not None}
         if not self.complete:
-            return of_open, of_closed
-        of_open, of_closed = {}, {}
+            of_open = {key: count for key, count in by_torch.items() if key not in self._closed}
+            return of_open, {key: count for key, count in self._closed.items() if count is not None}
+        of_open, of_closed = Counter[str](), Counter[str]()
         for group in self._groups.values():
-            counts = of_closed if group.is_closed else of_open
-            counts[group.group] = counts.get(group.group, 0) + group.number
-        return _as_recorded(of_open), _as_recorded({key: of_closed[key] for key in self._closed if key in of_closed})
+            (of_closed if group.is_closed else of_open)[f"{group.group}{BY_RECORDS}"] += group.number
+        last = {f"{key}{BY_RECORDS}" for key in self._closed}
+        return of_open, {key: count for key, count in of_closed.items() if key in last}
 
     def read(self) -> None:
         """Take the records that are new."""
@@ -152,7 +151,3 @@ class Records:
         return [
             Begun(self._groups[key.group].key, key.number, key.begun, *call) for key, call in said if call is not None
         ]
-
-
-def _as_recorded(counts: Mapping[str, int]) -> dict[str, int]:
-    return {f"{key}{BY_RECORDS}": count for key, count in counts.items()}

@@ -58,9 +58,10 @@ async def try_to_reach(address: str, port: int) -> str | None:
     received, connected = b"", False
     loop = asyncio.get_running_loop()
     try:
-        connection = socket.socket(family(address), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        connection = socket.socket(family(address))
     except OSError as error:  # this process has too many open files
         return str(error.strerror)
+    connection.setblocking(False)
     try:
         await asyncio.wait_for(loop.sock_connect(connection, (address, port)), CONNECT_TIMEOUT)
         connected = True

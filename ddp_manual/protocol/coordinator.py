@@ -582,11 +582,10 @@ class CoordinatorProtocol:
                 self._stop_step.take(rank, message.steps)
                 self._name_stop_step()
             case messages.Tell(text):
-                teller = self.roll_call.info(rank)
-                # Under launch the ranks of its host share its terminal.
-                beside = [info.rank for info in self.roll_call.infos() if info.host_id == teller.host_id]
-                line = messages.Line(f"{teller.who}: {printable(text)}")
-                self._watch.send_to_all(line, without=beside if self.run.launched else [rank])
+                teller, without = self.roll_call.info(rank), [rank]
+                if self.run.launched:  # the ranks of its host share its terminal
+                    without = [info.rank for info in self.roll_call.infos() if info.host_id == teller.host_id]
+                self._watch.send_to_all(messages.Line(f"{teller.who}: {printable(text)}"), without)
             case messages.Leaves(words, at_work):
                 if at_work and self._works(rank):
                     verdict = causes_of_loss.verdict_about(self.roll_call.info(rank), words, judged=False)

@@ -180,7 +180,7 @@ class Recorder:
             _unhook(group)
 
     def _opened(self, group: Any, key: str, ranks: Sequence[int]) -> None:
-        if len(ranks) == 1 or group in self._groups:
+        if len(ranks) == 1:
             return
         self._groups[group] = None
         if self._memory is not None:

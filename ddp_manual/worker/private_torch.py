@@ -247,7 +247,7 @@ def watch_process_groups(
 def wrap_collectives(wanted: Mapping[str, T], called: Callable[..., None]) -> Iterator[None]:
     """Call ``called(group, what is wanted, inputs, outputs, root, frame)`` in the body before each collective that
     Python begins: for torch before 2.14, which has no hooks, with the methods of a process group, whose names are those
-    of the hooks.
+    of the hooks. Of those for which ``wanted`` has None, which are only noted, it is ``called(group, None)``.
 
     What DDP itself calls is left out. Within its ``join()``, with ``find_unused_parameters=True``, a rank that has
     joined calls ``allreduce`` from Python, and the others from C++.
@@ -257,9 +257,11 @@ def wrap_collectives(wanted: Mapping[str, T], called: Callable[..., None]) -> It
     originals = {method: original for method, original in vars(group_class).items() if names[method] in wanted}
 
     def wrap(method: str, original: Any) -> Callable[..., Any]:
+        what = wanted[names[method]]
+
         @functools.wraps(original)
         def collective(group: Any, *arguments: Any, **named: Any) -> Any:
-            if wanted[names[method]] is None:  # it is only noted
+            if what is None:
                 called(group, None)
                 return original.__get__(group)(*arguments, **named)
             tensors = [_flat(one) for one in arguments if isinstance(one, (list, torch.Tensor))]
@@ -267,7 +269,7 @@ def wrap_collectives(wanted: Mapping[str, T], called: Callable[..., None]) -> It
             root = getattr(arguments[-1], "rootRank", -1) if arguments else -1
             frame = calling_frame()
             if frame is None or frame.f_code.co_filename != CODE_OF_DDP:
-                called(group, wanted[names[method]], inputs, outputs, root, frame)
+                called(group, what, inputs, outputs, root, frame)
             return original.__get__(group)(*arguments, **named)
 
         return collective

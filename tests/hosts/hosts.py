@@ -167,11 +167,11 @@ class Host:
     def kill(self, words: str, *, parent: bool = False) -> None:
         """Kill the youngest process of this host that has these words in its command, or its ``parent``."""
         pids = {int(pid) for pid in self.namespace.pids()}
-        commands = {one: one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"]) if one.pid in pids}
+        here = [process for process in psutil.process_iter(["cmdline"]) if process.pid in pids]
+        commands = {process.pid: process.info["cmdline"] or [] for process in here}
         # Not a fork that is about to become another program.
-        parents = {one: one.parent() or one for one in commands}
-        here = (one for one in commands if parents[one] == one or commands[one] != commands.get(parents[one]))
-        found = max((one for one in here if words in " ".join(commands[one])), key=age_of)
+        own = (process for process in here if commands[process.pid] != commands.get(process.ppid()))
+        found = max((process for process in own if words in " ".join(commands[process.pid])), key=age_of)
         os.kill(found.ppid() if parent else found.pid, signal.SIGKILL)
 
     # -- names --------------------------------------------------------------------------------------------------

@@ -54,11 +54,8 @@ def test_a_worker_whose_memory_cannot_be_read_is_not_compared_and_its_last_words
         with theirs, subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as process:
             worker = Worker(process.pid, ours, faults, process)
             await worker.attach(heard.append, lambda: None)
-            for said in (
-                from_worker.RecordsMemory(77, True, True),
-                from_worker.RecordsMemory(0, True, True),
-                last_words,
-            ):
+            opened = [from_worker.RecordsMemory(descriptor, True, True) for descriptor in (77, 0)]
+            for said in (*opened, last_words):
                 theirs.sendall(encode_local(said))
             await wait_until(lambda: last_words in heard, WITHIN)
             assert not worker.is_gone and worker.heartbeat().calls == {}
