@@ -133,21 +133,22 @@ class Watch:
         self._inquiries.check(now)
         if self.failure is None and self._roll_call.works:
             if self._broken and now >= self._broken[0].judged_at:
-                broken, self._broken = self._broken[0], []  # it has broken on other ranks too, and is one loss
+                broken, self._broken = self._broken, []  # it has broken on several ranks, and is one loss
                 self._judge(broken, now)
             self._close_process_groups(now)
 
-    def _judge(self, broken: Broken, now: float) -> None:
-        """Blame ranks that finished early, a stopped or a silent rank, or the rank itself whose collective broke."""
-        rank = broken.verdict.rank
+    def _judge(self, broken: Sequence[Broken], now: float) -> None:
+        """Blame ranks that finished early, a stopped or a silent rank, or the first rank whose collective broke."""
+        first = next((one for one in broken if self.health.finished_before(one.verdict.rank)), broken[0])
+        rank = first.verdict.rank
         if early := self.health.finished_before(rank):
-            self._end_because_of_finished(rank, early, broken.place, now)
+            self._end_because_of_finished(rank, early, first.place, now)
         elif self._end_because_of_stopped(now, 0):
             pass
         elif (late := self.health.late(now)) is not None:
             self._lose_silent(*late, why=[f"a collective of rank {rank} has broken meanwhile"])
         else:
-            self._lose_unless_mismatch(Loss(broken.verdict, BROKEN), now)
+            self._lose_unless_mismatch(Loss(first.verdict, BROKEN), now)
 
     def check_health(self, now: float) -> None:
         """Log what is odd about ranks, and end the run because of a rank that is silent, stopped, or stuck."""

@@ -117,16 +117,16 @@ def as_sent(message: messages.RecordsReply) -> messages.RecordsReply:
     return messages.read_from_rank(as_json(message).decode())  # type: ignore[return-value]
 
 
-def watched(**options: Any) -> tuple[Watch, list[Any]]:
+def watched(size: int = 2, **options: Any) -> tuple[Watch, list[Any]]:
     """A watch over two ranks, and what it has sent: the roll call and the connections are stand-ins."""
     sent: list[Any] = []
-    infos = [RankInfo(rank=rank, world_size=2, host="h", pid=rank) for rank in range(2)]
-    run = replace(run_info(), world_size=2, **options)
+    infos = [RankInfo(rank=rank, world_size=size, host="h", pid=rank) for rank in range(size)]
+    run = replace(run_info(), world_size=size, **options)
     roll_call: Any = SimpleNamespace(run=run, info=infos.__getitem__, infos=lambda: infos, works=True)
     roll_call.hear = lambda rank, now: None
     peer: Any = SimpleNamespace(connection=SimpleNamespace(send=sent.append, write=sent.append), left=False)
-    watch = Watch(roll_call, dict.fromkeys(range(2), peer), 0.0)
-    for rank in range(2):
+    watch = Watch(roll_call, dict.fromkeys(range(size), peer), 0.0)
+    for rank in range(size):
         watch.hear(rank, Beat(calls={"g": [1, 5]}), 0.0)
     return watch, sent
 
@@ -166,6 +166,19 @@ def test_a_collective_that_breaks_on_all_ranks_is_one_loss_and_is_judged_once() 
     assert [*watch.take_lost()] == [0]
     watch.check(4.0)
     assert not watch.take_lost()
+
+
+def test_a_collective_that_breaks_is_blamed_on_the_rank_that_has_finished_before_any_of_those_where_it_broke() -> None:
+    watch, _ = watched(3)
+    for rank, begun in enumerate(({}, {"0": 3}, {"0": 2})):  # what rank 0 has begun is not known
+        watch.hear(rank, Beat(collectives=begun), 1.0)
+    watch.health.finish(2)
+    for rank in (0, 1):
+        fail(watch, rank, f"a.py:{rank}", judged=False)
+        watch.hear(rank, None, 2.5)
+    watch.check(2.5)
+    watch.check(2.6 + RECORDS_WITHIN)
+    assert watch.failure and watch.failure.what == "rank 2 had finished while rank 1 was still in a collective"
 
 
 def test_of_ranks_far_behind_one_is_looked_at_with_the_rank_ahead_and_less_and_less_often() -> None:
