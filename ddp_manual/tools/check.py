@@ -143,9 +143,12 @@ def _settings(report: Mapping[str, Any], *, verbose: bool) -> list[str]:
         for name, value, source in report["settings"]
         if verbose or source not in ("default", DEFAULT_OF_CHECK)
     ]
-    variables = [*report["variables"].items()]
-    lines = ["", "settings:" if verbose else "settings that are not the default:", *columns(settings)]
-    return lines + (["variables in force:", *columns(variables)] if variables else [])
+    of_ranks = {
+        "settings:" if verbose else "settings that are not the default:": settings,
+        "variables in force:": [*report["variables"].items()],
+    }
+    lines = [line for heading, rows in of_ranks.items() if rows for line in (heading, *columns(rows))]
+    return ["", *lines] if lines else []
 
 
 def _steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -232,18 +232,21 @@ def newest_whole(folder: Path) -> tuple[Checkpoint, bytes] | None:
         CheckpointCorrupt: the folder has checkpoints, and none of them is whole.
         BadOption: a newer one may be whole, but cannot be read.
     """
-    faults = []
+    damaged: dict[str, CheckpointCorrupt] = {}
     for checkpoint in find(folder):
         try:
-            return checkpoint, read(checkpoint)
+            content = read(checkpoint)
         except CheckpointCorrupt as error:
-            logger.warning("%s: %s; taking the one before", error.what, error.why)
-            faults.append(f"{checkpoint.path.name}: {error.why}")
-    if not faults:
+            damaged[checkpoint.path.name] = error
+            continue
+        for newer in damaged.values():
+            logger.warning("%s: %s; taking the one before", newer.what, newer.why)
+        return checkpoint, content
+    if not damaged:
         return None
     raise CheckpointCorrupt(
-        f"none of the {len(faults)} checkpoints in {folder} is what was written",
-        why="\n".join(faults),
+        f"none of the {len(damaged)} checkpoints in {folder} is what was written",
+        why="\n".join(f"{name}: {error.why}" for name, error in damaged.items()),
         next="start anew with another --run_dir, without --resume",
     )
 
