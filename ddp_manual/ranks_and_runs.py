@@ -21,9 +21,6 @@ from ddp_manual.wire import LONGEST_NAME
 LONGEST_TEXT = 20_000
 # Numbers and chains that a heartbeat may say of a group.
 LONGEST_CHAINS = 256
-# Of the time-out of a process group: ranks wait for less long in a collective. After the time-out torch ends those that
-# wait, and nobody would name the rank that they wait for.
-SHARE_OF_TIMEOUT = 0.8
 
 # What the key of a process group ends with where its collectives are counted by records, and not by torch.
 BY_RECORDS = "/recorded"
@@ -289,19 +286,6 @@ class RunInfo(Checked):
             return "start all ranks again"
         return from_last_checkpoint(self.launched, self.run_dir)
 
-    def longest_wait(self, timeout: float | None, until_known: float) -> LongestWait:
-        """Return how long ranks may wait in a collective of a process group.
-
-        Args:
-            timeout: the seconds of the group's own time-out; None if that is not known.
-            until_known: seconds from the begin of a wait until rank 0 knows of it, at most.
-        """
-        own = LongestWait(self.stall_timeout)
-        if timeout is None:
-            return own
-        of_group = LongestWait(max(timeout / 2, SHARE_OF_TIMEOUT * timeout - until_known), timeout)
-        return of_group if self.stall_timeout_is_default or of_group.seconds < own.seconds else own
-
     def command_for(self, rank: int) -> str:
         """Return what to type for a rank, as a line of its own; "" if there is nothing."""
         return whole(self.command.replace("{rank}", str(rank), 1))  # a program may have an argument with such a word
@@ -315,36 +299,6 @@ class RunInfo(Checked):
     def only_on_its_host(self) -> bool:
         """Whether rank 0 listens on loopback, which no other host reaches."""
         return ip_address(self.address).is_loopback
-
-
-@dataclass(frozen=True)
-class LongestWait:
-    """How long ranks may wait in a collective for one that lives but does not come."""
-
-    seconds: float
-    timeout: float | None = None
-    """The time-out of their process group, if it follows from that; otherwise it is ``stall_timeout``."""
-
-    @property
-    def reason(self) -> str:
-        if self.timeout is None:
-            return "--stall_timeout"
-        return f"{SHARE_OF_TIMEOUT:.0%} of their process group's time-out of {self.timeout:g} s"
-
-    @property
-    def larger(self) -> str:
-        """What makes it longer."""
-        if self.timeout is None:
-            return "a larger --stall_timeout"
-        return (
-            f"a larger timeout in\ninit_process_group or new_group: it is {self.timeout:g} s, and the run ends before "
-            "torch ends the ranks that wait\n(for the group that join() opens, a larger stall_timeout)"
-        )
-
-
-def timeout_for(stall_timeout: float) -> float:
-    """Return the seconds of a time-out that ends no collective before ``stall_timeout`` does."""
-    return stall_timeout / SHARE_OF_TIMEOUT + 10
 
 
 def more_seconds(world_size: int) -> float:

@@ -11,19 +11,15 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from ddp_manual import unread
 from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption, DdpManualError, DiskFull
 from ddp_manual.text_wrapping import wrapped
-
-if TYPE_CHECKING:
-    pass
+from ddp_manual.wording import counted, duration
 
 LOGGER = logging.getLogger("ddp_manual")
-# Ranges of ranks that a sentence names.
-MOST_RANGES = 16
 
 Say = Callable[[str], None]
 """Shows a line to the person at this rank's terminal."""
@@ -191,15 +187,6 @@ def stdout_failed(error: OSError) -> DdpManualError:
     )
 
 
-def duration(seconds: float) -> str:
-    """Return ``0.4 s``, ``23 s``, ``1 min 43 s`` or ``2 h 5 min``."""
-    if seconds < 1:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
 def columns(rows: Sequence[Sequence[str]], *, width: int | None = None, least_first: Sequence[str] = ()) -> list[str]:
     """Align rows of texts in columns; returns one line for each row.
 
@@ -218,36 +205,3 @@ def columns(rows: Sequence[Sequence[str]], *, width: int | None = None, least_fi
         rows = [[*itertools.compress(row, kept)] for row in rows]
     aligned = widths()
     return ["  " + "  ".join(map(str.ljust, row, aligned)).rstrip() for row in rows]
-
-
-def at(address: str, port: int) -> str:
-    """``10.0.0.1:29500``, ``[fe80::1]:29500``"""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return ``1 rank`` or ``2 ranks``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def as_ranges(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """[1, 2, 3, 7] -> [(1, 3), (7, 7)]: short even for thousands of missing ranks."""
-    consecutive = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
-    ranges = [[rank for _, rank in pairs] for _, pairs in consecutive]
-    return [(ranks[0], ranks[-1]) for ranks in ranges]
-
-
-def in_words(ranges: Sequence[Sequence[int]]) -> str:
-    """[(1, 3), (7, 7)] -> ``ranks 1-3, 7``; after MOST_RANGES of them ``, ...``"""
-    alone = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:MOST_RANGES]]
-    return ("rank " if alone else "ranks ") + ", ".join([*shown, *["..."] * (len(ranges) > MOST_RANGES)])
-
-
-def byte_size(count: float, unit: int = 1024) -> str:
-    """Format bytes, such as ``64 MB``; ``unit`` is 1000 for bandwidths, which are counted so."""
-    for name in ("B", "KB", "MB"):
-        if count < unit:
-            return f"{count:.3g} {name}"
-        count /= unit
-    return f"{count:.3g} GB"

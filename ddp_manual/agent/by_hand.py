@@ -24,6 +24,7 @@ from ddp_manual.option_fields import as_flags
 from ddp_manual.program import MODULE, Program
 from ddp_manual.training import checkpoint_files, own_factory
 from ddp_manual.training.options import TrainConfig
+from ddp_manual.wording import duration
 from ddp_manual.world_options import WorldSpec
 
 PrintError = Callable[[DdpManualError], None]
@@ -156,7 +157,7 @@ def in_this_terminal(spec: WorldSpec, task: Task) -> Ended:
 
     ended = _run_in_this_terminal(spec, task, print_error)
     if ended.error is None:
-        terminal.log(f"{task.name or 'training'} finished after {terminal.duration(time.monotonic() - began)}")
+        terminal.log(f"{task.name or 'training'} finished after {duration(time.monotonic() - began)}")
     return ended
 
 

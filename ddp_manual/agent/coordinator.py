@@ -28,7 +28,7 @@ from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.ranks_and_runs import RankInfo, RunInfo, RunSoFar
 from ddp_manual.run_folder import holds_another_run, own_run_dir
-from ddp_manual.terminal import as_ranges, in_words
+from ddp_manual.wording import as_ranges, in_words
 
 TICK = 0.1
 # Connections that are accepted before ranks have their turn, and how many may wait for that: as many as the kernel

@@ -27,7 +27,7 @@ from ddp_manual.agent.coordinator import stopped_agent
 from ddp_manual.agent.end_of_rank import Ending, how_it_ended, leave_failure
 from ddp_manual.agent.join import Join
 from ddp_manual.agent.network_interface import own_addresses
-from ddp_manual.agent.rank_0_port import raise_descriptor_limit
+from ddp_manual.agent.open_files import raise_descriptor_limit
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.agent.worker_process import TERM_GRACE, Worker
 from ddp_manual.deadline import wait_until
@@ -358,7 +358,7 @@ class Agent:
                 asyncio.get_running_loop().add_reader(pidfd, self._launcher_gone, pid, pidfd)
 
     def _launcher_gone(self, pid: int, pidfd: int) -> None:
-        """Stop this rank as where its terminal is gone, and soon at once."""
+        """Stop this rank as SIGHUP does; end it at once if it has not stopped within STOP_WITHIN seconds."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(pidfd)
         self._orphaned = why = f"{self.spec.started_by} (pid {pid}), which started this rank, is gone"

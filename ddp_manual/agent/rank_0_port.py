@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import socket
-from contextlib import suppress
 from datetime import datetime
 
 import psutil
@@ -25,12 +23,8 @@ from ddp_manual.messages import News
 from ddp_manual.protocol.missing_ranks import situation
 from ddp_manual.protocol.roll_call import MOST_NAMED
 from ddp_manual.protocol.search_for_rank_0 import is_loopback
-from ddp_manual.terminal import at
+from ddp_manual.wording import at
 from ddp_manual.world_options import WorldSpec
-
-# Connections that a rank keeps to processes of rank 0: one to its agent, at most two to torch's store in its worker.
-CONNECTIONS_PER_RANK = 2
-OWN_DESCRIPTORS = 100
 
 
 def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:
@@ -49,29 +43,6 @@ def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:
         next="give every rank the address of rank 0's host that the others can reach"
         + (f"; if that is this one: --master_addr {mine}" if mine else " as --master_addr"),
     )
-
-
-def raise_descriptor_limit(spec: WorldSpec) -> str:
-    """Raise the soft limit of open files to the hard limit, and return it.
-
-    Raises:
-        BadOption: rank 0 could not hold the connections of all ranks.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS calls its hard limit unlimited and accepts less
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return "unlimited"
-    needed = OWN_DESCRIPTORS + CONNECTIONS_PER_RANK * spec.world_size
-    if spec.rank == 0 and soft < needed:
-        raise BadOption(
-            f"rank 0 on {machine.host_name()} may open {soft} files, and a run of {spec.world_size} ranks "
-            f"needs {needed}",
-            why=f"each rank keeps up to {CONNECTIONS_PER_RANK} connections to rank 0; the hard limit is {hard}",
-            next=f"raise it before rank 0 is started: ulimit -n {needed}",
-        )
-    return str(soft)
 
 
 async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.socket:

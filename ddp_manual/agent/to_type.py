@@ -9,7 +9,7 @@ from typing import Any
 from ddp_manual.environment import command_line
 from ddp_manual.environment.rank_0_of_kubernetes import OWN_NAME
 from ddp_manual.option_fields import as_flags
-from ddp_manual.program import without_secrets
+from ddp_manual.secret_arguments import without_secrets
 from ddp_manual.world_options import WorldSpec
 
 # Where rank 0 listens: an address of its own host, which another rank's command has no use for.

@@ -17,8 +17,8 @@ import psutil
 
 from ddp_manual.environment.machine import host_id, runtime_folder
 from ddp_manual.option_fields import as_flags
-from ddp_manual.terminal import at
 from ddp_manual.wire import printable
+from ddp_manual.wording import at
 from ddp_manual.world_options import WorldSpec
 
 

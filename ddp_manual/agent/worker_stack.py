@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddp_manual import signal_handlers
 from ddp_manual.deadline import wait_until
-from ddp_manual.terminal import counted
+from ddp_manual.wording import counted
 
 # Seconds. faulthandler takes a millisecond; a stack is complete when nothing more comes.
 WRITTEN_WITHIN = 1.0

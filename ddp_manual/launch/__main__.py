@@ -61,7 +61,7 @@ async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
 
 
 def _stop_without_parent(started: Launch) -> None:
-    """Stop the ranks in order, and soon at once: the script has closed the pipe, as its end does."""
+    """Stop the ranks in order, and at once if that takes too long: the script has closed the pipe, or has ended."""
     loop = asyncio.get_running_loop()
     loop.remove_reader(0)
     started.take_signal(signal.SIGTERM)

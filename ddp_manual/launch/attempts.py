@@ -14,8 +14,9 @@ from ddp_manual import signal_handlers
 from ddp_manual.agent.to_type import status_command
 from ddp_manual.errors import DdpManualError, DiskFull, PeerGone, RunFilesError, Stopped, TrainingFailed
 from ddp_manual.launch.job import Job
-from ddp_manual.terminal import duration, say
+from ddp_manual.terminal import say
 from ddp_manual.text_wrapping import whole
+from ddp_manual.wording import duration
 
 # Another attempt may go well after an exception of the training or the loss of a peer. After other errors it would not:
 # options, names, versions, files, data and devices would be the same. A rank that a signal has stopped was asked to.

@@ -37,10 +37,11 @@ from ddp_manual.launch.session_messages import (
 from ddp_manual.launch.ssh_session import NotReady, Remote, Session
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.option_fields import as_flags
-from ddp_manual.program import without_secrets
 from ddp_manual.protocol.agent import SAVE_WITHIN
-from ddp_manual.terminal import in_words, say, width_of
+from ddp_manual.secret_arguments import without_secrets
+from ddp_manual.terminal import say, width_of
 from ddp_manual.text_wrapping import whole
+from ddp_manual.wording import in_words
 
 # Seconds from the loss of a session to the next try to open another one, by when the old one's ranks have ended.
 OPEN_AGAIN_AFTER = 5.0

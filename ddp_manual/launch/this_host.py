@@ -30,10 +30,10 @@ from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped
 from ddp_manual.launch.attempts import Launch, Tell, say_how_to_look
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.program import without_secrets
 from ddp_manual.rank_output import RankOutput
 from ddp_manual.ranks_and_runs import from_last_checkpoint
 from ddp_manual.run_folder import RunPaths
+from ddp_manual.secret_arguments import without_secrets
 from ddp_manual.text_wrapping import whole
 from ddp_manual.training import checkpoint_files
 from ddp_manual.training.options import TrainConfig

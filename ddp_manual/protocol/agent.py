@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ddp_manual import from_agent, from_worker, messages, signal_handlers
 from ddp_manual.errors import CollectiveMismatch, DdpManualError, PeerLost, PeerStalled, Stopped
 from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.protocol import causes_of_loss, states
+from ddp_manual.protocol import states, verdicts
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
 from ddp_manual.protocol.stop_signals import Handling, StopSignals
@@ -234,7 +234,7 @@ class AgentProtocol:
             case messages.SeatLost() if not isinstance(self.state, states.Looking):
                 self._look_for_rank_0("rank 0 has not heard of this rank for too long, and has given it up")
             case messages.Expired():
-                self._expired = causes_of_loss.error_for(self._spec.rank, message.verdict)
+                self._expired = verdicts.error_for(self._spec.rank, message.verdict)
                 self.signals.asked = self.signals.asked or signal.SIGTERM
                 why = self._expired.why.splitlines()[-1]
                 self._shell.log(f"{why}: all that are here go on for a step, save a checkpoint, and stop")
@@ -270,7 +270,7 @@ class AgentProtocol:
         self._shell.take_place(replace(placed, run=self.run))
 
     def _take_verdict(self, verdict: Verdict) -> None:
-        error = causes_of_loss.error_for(self._spec.rank, verdict)
+        error = verdicts.error_for(self._spec.rank, verdict)
         ours, own = verdict.rank == self._spec.rank, self.work.own_words
         if verdict.judged:
             is_of_this_rank = ours and not isinstance(error, (CollectiveMismatch, PeerStalled))
@@ -319,7 +319,7 @@ class AgentProtocol:
             return
         before = "" if isinstance(self.state, states.Working) else " before all ranks had joined"
         why = f"its connection to this rank ended{before}: {reason}"
-        lost = causes_of_loss.rank_0_lost(self.run, self._shell.worker.beat, "is gone without a word", why)
+        lost = verdicts.rank_0_lost(self.run, self._shell.worker.beat, "is gone without a word", why)
         # That a collective has broken follows from the loss of rank 0.
         self._shell.fail(lost if self.work.own_words is None or self.work.has_broken else self.work.own_words)
 
@@ -345,7 +345,7 @@ class AgentProtocol:
                 self._shell.log(f"{self._name} {how}, and nothing watches over them; ddp_manual.spawn starts ranks")
             case from_worker.Replaced() if self._spec.rank == 0 and self._spec.world_size > 1:
                 self.work.is_replaced = True
-                self._shell.log(f"{causes_of_loss.STORE_REPLACED}; {causes_of_loss.WITHOUT_PYTHON}")
+                self._shell.log(f"{verdicts.STORE_REPLACED}; {verdicts.WITHOUT_PYTHON}")
             case from_worker.ProgramBegins():
                 self.signals.worker_handles(Handling.BY_ITSELF)
                 if self.signals.passed_on:
@@ -441,10 +441,10 @@ class AgentProtocol:
             return
         info = replace(self._shell.info, pid=worker.pid)
         oom, stack = worker.ran_out_of_memory, worker.crash_stack
-        verdict = causes_of_loss.lost(
+        verdict = verdicts.lost(
             info, worker.beat, self.again, status=worker.status, oom=oom, stack=stack, replaced=self.work.is_replaced
         )
-        error = causes_of_loss.error_for(self._spec.rank, verdict)
+        error = verdicts.error_for(self._spec.rank, verdict)
         if self.work.words_of_another == PeerLost.identifier:  # that rank has lost its connection to this one
             self._shell.fail(error)
         else:
@@ -484,7 +484,7 @@ class AgentProtocol:
         if failed.broken_at is not None:  # only the other ranks can explain a broken collective
             why = f"in this rank {error.what}"
             what = f"has not said within {within:.1f} s which rank is to blame"
-            lost = causes_of_loss.rank_0_lost(self.run, self._shell.worker.beat, what, why)
+            lost = verdicts.rank_0_lost(self.run, self._shell.worker.beat, what, why)
             self._later(within, partial(self._give_rank_0_up, lost))
         else:
             self._later(within, partial(self._shell.fail, error))
@@ -513,7 +513,7 @@ class AgentProtocol:
         self.enter(states.Replacing(lost_at=self._lost_rank_0_at))
 
     def _forget_worker(self, number: int = 0) -> None:
-        """Let nothing count any more that the worker has said; it is ended, and another one is started."""
+        """End the worker and start another one. What the old worker has said counts no longer."""
         if isinstance(self.state, states.Leaving):  # its work was done, and is begun anew
             self._shell.stop_leaving()
         self.work = states.Work(started=self._now)
@@ -536,9 +536,9 @@ class AgentProtocol:
         self._now, info = now, self._shell.info
         what = f"cannot start another worker: {error.strerror}"
         next = f"look at the limits of {info.host}: ulimit -a, free\nthen {self.again}"
-        verdict = causes_of_loss.lost_rank(info, what, why="its worker was to be replaced", next=next)
+        verdict = verdicts.lost_rank(info, what, why="its worker was to be replaced", next=next)
         failed = messages.Failed(verdict.words, judged=True)
-        self._ask_for_verdict(failed, causes_of_loss.error_for(self._spec.rank, verdict))
+        self._ask_for_verdict(failed, verdicts.error_for(self._spec.rank, verdict))
 
     @property
     def _may_look_for_rank_0(self) -> bool:
@@ -672,7 +672,7 @@ class AgentProtocol:
             why = self._shell.stopped_rank_0(self.run) or (
                 "its agent is stopped or frozen, its host is down, or the network between the hosts is cut"
             )
-            lost = causes_of_loss.rank_0_lost(self.run, self._shell.worker.beat, what, why)
+            lost = verdicts.rank_0_lost(self.run, self._shell.worker.beat, what, why)
             if self._may_look_for_rank_0:
                 self._look_for_rank_0(lost.what)
             else:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ddp_manual import collective_memory
 from ddp_manual.errors import CollectiveMismatch
 from ddp_manual.messages import Begun, RecordsReply
-from ddp_manual.terminal import MOST_RANGES, as_ranges
+from ddp_manual.wording import MOST_RANGES, as_ranges
 
 # A heartbeat has the chains of at least so many of a group's last numbers.
 LAST = 16

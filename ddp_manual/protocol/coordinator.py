@@ -1,8 +1,8 @@
 """The coordinator, a part of rank 0's agent, without its connections: it holds the roll call, watches the ranks, and
 tells all why the run ends.
 
-``roll_call.py`` decides who is a rank, ``who_is_lost.py`` when one is lost, ``recovery.py`` how the run goes on without
-it; this file has what they do together. ``agent/coordinator.py`` reads and writes.
+``roll_call.py`` decides who is a rank, ``lost_or_to_blame.py`` when one is lost, ``recovery.py`` how the run goes on
+without it; this file has what they do together. ``agent/coordinator.py`` reads and writes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from msgspec.structs import asdict, replace
 from ddp_manual import messages
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, Stopped, traceback_of
 from ddp_manual.on_rank_loss import LEAVE, WAIT
-from ddp_manual.protocol import causes_of_loss
+from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.compatibility import unlike
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
+from ddp_manual.protocol.lost_or_to_blame import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, unreachable
 from ddp_manual.protocol.recovery import Recovery
@@ -30,10 +31,9 @@ from ddp_manual.protocol.roll_call import Gathering, RollCall, Working
 from ddp_manual.protocol.seat_states import Seat
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.token_proof import Seal
-from ddp_manual.protocol.who_is_lost import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
 from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Verdict, named_from_outside
-from ddp_manual.terminal import as_ranges
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
+from ddp_manual.wording import as_ranges
 
 # Seconds between two messages of news, for each rank that is here: every rank reads all of them.
 NEWS_EACH = 1 / 1000
@@ -295,8 +295,8 @@ class CoordinatorProtocol:
             self.roll_call.leave(rank, left_out=lost[rank].is_newcomer and rank in self.recovery.back)
         no_further = all(loss.is_newcomer for loss in lost.values())
         own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE and not loss.is_newcomer}
-        verdicts = {rank: loss.verdict for rank, loss in lost.items()}
-        self._begin_again(verdicts, own_code=own_code, missing_for=state.missing_for if no_further else 0.0)
+        lost_ranks = {rank: loss.verdict for rank, loss in lost.items()}
+        self._begin_again(lost_ranks, own_code=own_code, missing_for=state.missing_for if no_further else 0.0)
         for rank, peer in peers.items():
             if lost[rank].kind == SILENT:
                 self._take_seat(peer)
@@ -304,7 +304,7 @@ class CoordinatorProtocol:
                 peer.rank = None
                 look = lost[rank].verdict.next.removesuffix(f"\nthen {self.run.start_again}")
                 others = "go on without it until then" if self.roll_call.is_left_out(rank) else "wait for it"
-                seat = f"then give this rank back, {self.run.where_to_type}: the others {others}"
+                seat = f"then start this rank again, {self.run.where_to_type}: the others {others}"
                 next = "\n".join(filter(None, (look, seat, self.run.command_for(rank))))
                 peer.connection.send(messages.RunEnds(replace(lost[rank].verdict, next=next)))
 
@@ -382,7 +382,7 @@ class CoordinatorProtocol:
         if self.failure is not None:
             return
         about = next(iter(self.roll_call.infos()), self.roll_call.rank_0)
-        self._watch.failure = causes_of_loss.verdict_about(about, LastWords.of(error))
+        self._watch.failure = verdicts.verdict_about(about, LastWords.of(error))
         for peer in [*self._peers.values(), *self.handshakes.claims]:
             self.handshakes.refuse(peer, error)
         self.roll_call.end()
@@ -562,7 +562,7 @@ class CoordinatorProtocol:
             case messages.LostRank0(words):  # which was stopped for long, and goes on
                 about_rank_0 = replace(words, why=named_from_outside(words.why, rank))
                 if self._works(rank):
-                    verdict = causes_of_loss.verdict_about(self.roll_call.rank_0, about_rank_0)
+                    verdict = verdicts.verdict_about(self.roll_call.rank_0, about_rank_0)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
             case messages.StacksReply():
                 self._watch.take_reply(rank, STACKS, message.text, now)
@@ -588,7 +588,7 @@ class CoordinatorProtocol:
                 self._watch.send_to_all(messages.Line(f"{teller.who}: {printable(text)}"), without)
             case messages.Leaves(words, at_work):
                 if at_work and self._works(rank):
-                    verdict = causes_of_loss.verdict_about(self.roll_call.info(rank), words, judged=False)
+                    verdict = verdicts.verdict_about(self.roll_call.info(rank), words, judged=False)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
                 else:
                     self._take_goodbye(peer, rank, printable(words.what))
@@ -621,10 +621,10 @@ class CoordinatorProtocol:
 
     def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
         """Take what has ended a worker: its own last words or what its agent says about it."""
-        verdict = causes_of_loss.verdict_about(self.roll_call.info(rank), failed.words, judged=failed.judged)
+        verdict = verdicts.verdict_about(self.roll_call.info(rank), failed.words, judged=failed.judged)
         if self._works(rank):
             broken_at = printable(failed.broken_at) if failed.broken_at is not None else None
-            crashed = failed.judged and verdict.exit_code - 128 in causes_of_loss.CRASHES
+            crashed = failed.judged and verdict.exit_code - 128 in verdicts.CRASHES
             in_a_collective = crashed or failed.in_a_collective
             self._watch.take_failure(verdict, broken_at, self._now, in_a_collective=in_a_collective)
             return
@@ -656,7 +656,7 @@ class CoordinatorProtocol:
             why=traceback_of(error),
             next=f"{self.run.start_again}\nthis is a mistake in ddp_manual and worth reporting",
         )
-        self._watch.end_the_run(causes_of_loss.verdict_about(self.roll_call.rank_0, LastWords.of(broke)))
+        self._watch.end_the_run(verdicts.verdict_about(self.roll_call.rank_0, LastWords.of(broke)))
 
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now

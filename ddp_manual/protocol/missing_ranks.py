@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddp_manual.errors import RankMissing
 from ddp_manual.messages import News
 from ddp_manual.ranks_and_runs import RunInfo
-from ddp_manual.terminal import in_words
+from ddp_manual.wording import in_words
 
 MOST_COMMANDS = 8
 MOST_ADDRESSES = 3

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ddp_manual.environment.launcher_variables import TORCHRUN
-from ddp_manual.program import HIDDEN, without_secrets
+from ddp_manual.secret_arguments import HIDDEN, without_secrets
 from ddp_manual.wire import LONGEST_NAME, printable
 
 # What names a rank's place in the run, and differs by definition: our own options, torchrun's and accelerate's.

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from ddp_manual.errors import PeerUnreachable
 from ddp_manual.messages import Probe
 from ddp_manual.ranks_and_runs import Place, RankInfo
-from ddp_manual.terminal import at
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import printable
+from ddp_manual.wording import at
 
 # Up to this many hosts all pairs are tried. Beyond it each host tries those that are 1, 2, 4, 8, ... further on in rank
 # order, so that every host is still tried in both directions.

@@ -1,6 +1,6 @@
 """What follows a loss, on rank 0: whether the others wait or go on without a rank, from which state, and what is said.
 
-Whether it ends the run is decided in ``who_is_lost``. Times are seconds of rank 0's monotonic clock.
+Whether it ends the run is decided in ``lost_or_to_blame``. Times are seconds of rank 0's monotonic clock.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from msgspec.structs import asdict, replace
 from ddp_manual.errors import MasterLost, PeerLost
 from ddp_manual.held_memory import Moment
 from ddp_manual.on_rank_loss import SHRINK
-from ddp_manual.protocol.causes_of_loss import verdict_about
 from ddp_manual.protocol.heartbeat_times import silent_after
+from ddp_manual.protocol.verdicts import verdict_about
 from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
-from ddp_manual.terminal import as_ranges, counted, in_words
 from ddp_manual.text_wrapping import whole
+from ddp_manual.wording import as_ranges, counted, in_words
 
 # A rank that its agent starts again by itself may be lost so often before the run has come any further.
 MOST_WITHOUT_A_STEP = 3

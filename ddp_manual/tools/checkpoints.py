@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing
-from ddp_manual.terminal import byte_size, columns, stdout_width
+from ddp_manual.terminal import columns, stdout_width
 from ddp_manual.text_wrapping import wrapped
 from ddp_manual.training.checkpoint_files import best, check, find, folder_of
+from ddp_manual.wording import byte_size
 
 
 def list_checkpoints(path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from torch import nn
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, writing
 from ddp_manual.option_fields import as_flags
 from ddp_manual.run_folder import PredictionPaths, RunPaths
-from ddp_manual.terminal import columns, counted, stdout_width
+from ddp_manual.terminal import columns, stdout_width
 from ddp_manual.text_wrapping import wrapped
 from ddp_manual.training import checkpoint_files, models, own_factory
 from ddp_manual.training.data import Split
@@ -31,6 +31,7 @@ from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_factory import is_own_factory
 from ddp_manual.training.transforms import Normalise, unit_scale
 from ddp_manual.training.write_run_files import write_predictions
+from ddp_manual.wording import counted
 
 logger = logging.getLogger(__name__)
 

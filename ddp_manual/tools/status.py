@@ -18,11 +18,12 @@ from ddp_manual.agent.waiting_rank_0s import hint
 from ddp_manual.deadline import Waiting
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
-from ddp_manual.protocol.causes_of_loss import error_for
 from ddp_manual.protocol.search_for_rank_0 import Search
+from ddp_manual.protocol.verdicts import error_for
 from ddp_manual.ranks_and_runs import Verdict
-from ddp_manual.terminal import at, columns, duration, log, log_to_stderr, stdout_width
+from ddp_manual.terminal import columns, log, log_to_stderr, stdout_width
 from ddp_manual.text_wrapping import wrapped
+from ddp_manual.wording import at, duration
 from ddp_manual.world_options import WorldSpec
 
 LOOK_EVERY = 1.0

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_manual.errors import BadOption, ReplicasDiffer
-from ddp_manual.terminal import as_ranges, counted, in_words
 from ddp_manual.training import ddp, replica_digests
 from ddp_manual.training.replica_digests import State, Value
+from ddp_manual.wording import as_ranges, counted, in_words
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from ddp_manual.errors import BadOption, CheckpointMismatch
 from ddp_manual.option_fields import as_flags, option_fields
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.terminal import counted
 from ddp_manual.training import checkpoint_files, ddp, own_factory
 from ddp_manual.training.checkpoint_files import AUTO, Checkpoint
 from ddp_manual.training.data import Split
@@ -30,6 +29,7 @@ from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.meter import Window
 from ddp_manual.training.options import TrainConfig
+from ddp_manual.wording import counted
 
 if TYPE_CHECKING:
     from ddp_manual.training.trainer import Trainer

@@ -29,9 +29,9 @@ from torch import Tensor
 from ddp_manual import run_folder
 from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
-from ddp_manual.terminal import counted
 from ddp_manual.training.options import TrainConfig, is_folder
 from ddp_manual.training.transforms import Normalise
+from ddp_manual.wording import counted
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ddp_manual import progress_bar, run_folder, signal_handlers
 from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.terminal import counted
 from ddp_manual.training import checkpoint_files, checkpoint_state, held_state, models, own_factory, write_run_files
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
 from ddp_manual.training.data_memory import bring_to, check_host_memory
@@ -25,6 +24,7 @@ from ddp_manual.training.trackers import Trackers
 from ddp_manual.training.trainer import Trainer
 from ddp_manual.training.transforms import unit_scale
 from ddp_manual.training.write_run_files import RunFiles
+from ddp_manual.wording import counted
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World

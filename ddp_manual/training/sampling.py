@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ddp_manual.errors import BadOption
-from ddp_manual.terminal import counted
+from ddp_manual.wording import counted
 
 
 def epoch_order(count: int, *, seed: int, epoch: int) -> Tensor:
@@ -22,6 +22,13 @@ def share(order: Tensor, *, start: int, stop: int, rank: int, world_size: int) -
     continue from ``stop``, and no sample is repeated or left out.
     """
     return order[start + rank : stop : world_size]
+
+
+def at_least(fewest: int, samples: Tensor, order: Tensor, *, stop: int) -> Tensor:
+    """Return these samples of a step that ends at ``stop`` in that order. If they are fewer than ``fewest``, add the
+    samples that come next, or at the end of the epoch those from its beginning."""
+    missing = fewest - len(samples)
+    return torch.cat([samples, order.roll(-stop)[:missing]]) if missing > 0 else samples
 
 
 def check_batch_fits(count: int, batch_size: int, world_size: int) -> None:

@@ -181,9 +181,7 @@ class Trainer:
                 order, start=start, stop=position.taken, rank=self.rank, world_size=self.world_size
             )
             counted = len(samples)
-            if counted < self._fewest_samples:
-                # Add the samples that come next, or at the end of the epoch those from its beginning.
-                samples = torch.cat([samples, order.roll(-position.taken)[: self._fewest_samples - counted]])
+            samples = sampling.at_least(self._fewest_samples, samples, order, stop=position.taken)
             images, labels, samples = train.batch(samples)
             images = self.data.normalise(augmented(images, samples))
             # A rank without samples still computes a loss, because DDP needs its gradients; weight 0 cancels them.

@@ -24,7 +24,7 @@ from ddp_manual.errors import (
     TrainingFailed,
     traceback_of,
 )
-from ddp_manual.worker.device_and_backend import SHARED_MEMORY
+from ddp_manual.worker.shared_memory import SHARED_MEMORY
 
 _NO_GPU = "ProcessGroupNCCL .*no GPUs found|nccl2 requires at least one CUDA device"
 # NCCL's words, and of gloo's those that another rank may be the reason of; its other errors are mistakes in the call.

@@ -27,10 +27,11 @@ from ddp_manual import errors, from_agent, from_worker
 from ddp_manual.environment import machine, variables_for_a_rank
 from ddp_manual.held_memory import HeldMemory
 from ddp_manual.join_steps import Steps
-from ddp_manual.ranks_and_runs import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds, timeout_for
-from ddp_manual.terminal import counted
+from ddp_manual.longest_wait import timeout_for
+from ddp_manual.ranks_and_runs import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds
+from ddp_manual.wording import counted
 from ddp_manual.worker import device_and_backend as devices
-from ddp_manual.worker import private_torch, process_group
+from ddp_manual.worker import private_torch, process_group, torch_store
 from ddp_manual.worker.collective_errors import (
     collective_error,
     first_line,
@@ -40,6 +41,7 @@ from ddp_manual.worker.collective_errors import (
 )
 from ddp_manual.worker.collective_recorder import record_collectives
 from ddp_manual.worker.reporter import Reporter, own_traceback, raised_at
+from ddp_manual.worker.shared_memory import check_shared_memory
 from ddp_manual.worker.training_loss import LossRecord
 from ddp_manual.worker.world import NO_GROUP, World
 from ddp_manual.world_options import WorldSpec
@@ -100,7 +102,7 @@ class Rank:
             device, backend = ("cuda" if gpus else "cpu"), "nccl" if gpus and dist.is_nccl_available() else "gloo"
         process_group.check_none_open()
         if self._start.store_address:
-            self._store = process_group.open_store(self._start.store_address)
+            self._store = torch_store.open_store(self._start.store_address)
         ready = Ready(
             pid=os.getpid(),
             device=device,
@@ -127,7 +129,7 @@ class Rank:
             chosen = f"{device} ({self.spec.source('device')}), {backend} ({self.spec.source('backend')})"
             step.detail = f"{chosen}, {counted(gpus, 'GPU')}"
         with self.steps.step("shared memory") as step:
-            devices.check_shared_memory(step, backend, min(gpus, self.spec.world_size))
+            check_shared_memory(step, backend, min(gpus, self.spec.world_size))
         self._chosen = device, backend
         return self._chosen
 
@@ -186,7 +188,7 @@ class Rank:
             named = told.interfaces["NCCL_SOCKET_IFNAME"]
             logger.info("NCCL_SOCKET_IFNAME=%s is set for NCCL: %s", named, told.wrong_for_nccl)
         pinned = devices.pin(self.spec.rank, device, place.local_rank, place.local_world_size)
-        store = self._store or process_group.open_store(*placed.store)
+        store = self._store or torch_store.open_store(*placed.store)
         if open_group:
             with self.steps.step("process group") as step:
                 # torch's time-out names no rank, so it comes after that of the agents, which do.

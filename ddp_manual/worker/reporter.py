@@ -29,8 +29,8 @@ import torch
 
 from ddp_manual import from_agent, from_worker, left_behind, terminal
 from ddp_manual.ranks_and_runs import Beat
-from ddp_manual.terminal import counted
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
+from ddp_manual.wording import counted
 from ddp_manual.worker.private_torch import (
     CODE_OF_COLLECTIVES,
     collectives_unfinished,

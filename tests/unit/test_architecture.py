@@ -21,6 +21,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each of these may import those before it and, if it is a folder, what is in it, and nothing else of the package.
 BOTTOM_ROW = (
     "text_wrapping",
+    "wording",
     "errors",
     "processes",
     "signal_handlers",
@@ -29,10 +30,12 @@ BOTTOM_ROW = (
     "memory_cgroup",
     "on_rank_loss",
     "held_memory",
+    "secret_arguments",
     "program",
     "collective_memory",
     "join_steps",
     "ranks_and_runs",
+    "longest_wait",
     "messages",
     "from_worker",
     "from_agent",
@@ -75,10 +78,10 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
-MOST_LINES_OF_AGENT_AND_WORKER = 8538
+MOST_LINES_OF_AGENT_AND_WORKER = 8558
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
-MOST_LINES_OF_TESTS = 20_924
-MOST_LINES_OF_PACKAGE = 28_022
+MOST_LINES_OF_TESTS = 20_928
+MOST_LINES_OF_PACKAGE = 28_099
 
 
 def room(path: Path) -> str:
@@ -211,7 +214,7 @@ FLAGS = {
     "protocol/coordinator.py": set[str](),
     "protocol/roll_call.py": {"self.changed"},
     "protocol/recovery.py": set[str](),
-    "protocol/who_is_lost.py": set[str](),
+    "protocol/lost_or_to_blame.py": set[str](),
 }
 
 

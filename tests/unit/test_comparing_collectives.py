@@ -33,7 +33,7 @@ from ddp_manual.protocol.collective_comparison import (
     Difference,
     Seen,
 )
-from ddp_manual.protocol.who_is_lost import RECORDS_WITHIN, Watch
+from ddp_manual.protocol.lost_or_to_blame import RECORDS_WITHIN, Watch
 from ddp_manual.ranks_and_runs import BY_RECORDS, Beat, LastWords, RankInfo, Verdict
 from ddp_manual.wire import as_json, encode_local
 from ddp_manual.worker import collective_recorder as recording

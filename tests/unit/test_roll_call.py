@@ -27,8 +27,8 @@ from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.roll_call import MOST_REFUSALS, RollCall
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.ranks_and_runs import RankInfo, Ready
-from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.wire import Unreadable, decode
+from ddp_manual.wording import as_ranges, in_words
 from tests.runs import RUN, info, ready
 
 WITHIN = 20.0

@@ -18,6 +18,7 @@ from ddp_manual.deadline import Waiting
 from ddp_manual.errors import PeerFailed, RankMissing, from_dict
 from ddp_manual.rank_output import RankOutput
 from ddp_manual.text_wrapping import whole
+from ddp_manual.wording import duration
 
 COMMAND = "ddp-manual run --world_size 2 --rank 1 --master_addr 10.0.0.1 train.py --lr 0.1"
 
@@ -109,5 +110,5 @@ def test_launch_wraps_what_its_ranks_say_beside_their_numbers_and_no_line_of_pro
 
 
 def test_a_duration_is_in_the_largest_units() -> None:
-    shown = [terminal.duration(seconds) for seconds in (0.42, 23.4, 103, 7503)]
+    shown = [duration(seconds) for seconds in (0.42, 23.4, 103, 7503)]
     assert shown == ["0.4 s", "23 s", "1 min 43 s", "2 h 5 min"]

@@ -173,7 +173,7 @@ def test_survivors_are_training_again_soon_nothing_grows_and_a_newcomer_without_
     lose(kept, 1, "both")
     elsewhere = kept.type(1, "--data_dir", tmp_path / "nowhere")
     assert elsewhere.wait(60) == 16 and "error[data-missing]" in elsewhere.err
-    assert re.search(r"then give this rank back, on .*: the others wait for it\n", elsewhere.err)
+    assert re.search(r"then start this rank again, on .*: the others wait for it\n", elsewhere.err)
     kept.type_again(1)
     kept.wait_for_return(0, before=before + 1)
     print(f"survivors train again after {', '.join(f'{seconds:.2f}' for seconds in took)} s")

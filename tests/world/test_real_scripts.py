@@ -63,7 +63,7 @@ def begin_lost(starts: Starts, arguments: Sequence[str]) -> list[RankProcess]:
     first = starts.rank(0, 2, *waits, arguments=arguments)
     lost = starts.rank(1, 2, *waits, fault="kill@1:3", arguments=arguments)
     assert lost.wait() == 137
-    assert re.search(r"then give this rank back, on .*: the others wait for it\n", lost.err)
+    assert re.search(r"then start this rank again, on .*: the others wait for it\n", lost.err)
     first.wait_for("is gone: SIGKILL. Its seat is kept; all ranks' programs will start again, those that ")
     return [first, starts.rank(1, 2, *waits, arguments=arguments)]
 

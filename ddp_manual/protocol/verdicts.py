@@ -1,6 +1,6 @@
 """The verdict that ends a run, as every rank prints it: which rank is gone, silent or stuck, where, and what next.
 
-``who_is_lost.py`` decides, on rank 0, when there is one.
+``lost_or_to_blame.py`` decides, on rank 0, when there is one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddp_manual.protocol.reachability import Pair, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED
 from ddp_manual.protocol.stalls import Stall
 from ddp_manual.ranks_and_runs import LONGEST_TEXT, Beat, LastWords, RankInfo, RunInfo, Verdict
-from ddp_manual.terminal import as_ranges, counted, in_words
+from ddp_manual.wording import as_ranges, counted, in_words
 
 # All ranks find these at the same moment, with the same words.
 FOUND_ALIKE = (ConfigMismatch.identifier, ReplicasDiffer.identifier)

@@ -1,7 +1,7 @@
 """Rank 0 watches the ranks that have joined: from heartbeats and last words it decides when a rank is lost or to blame.
 
 Nothing here waits: what is heard, a tick and the time come in; an ``Inquiry`` says what the replies of agents decide.
-``causes_of_loss.py`` has most of the words.
+``verdicts.py`` has most of the words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 from ddp_manual import messages
 from ddp_manual.errors import OutOfMemory, PeerLost, TrainingFailed
 from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.protocol.causes_of_loss import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.protocol.collective_comparison import Comparison, Look, Seen
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.health import Health
@@ -24,10 +23,11 @@ from ddp_manual.protocol.inquiries import Inquiries, Then
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.stalls import Stall
+from ddp_manual.protocol.verdicts import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
 from ddp_manual.ranks_and_runs import Beat, LastWords, RankInfo, Verdict, more_seconds
-from ddp_manual.terminal import as_ranges, in_words
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import encode
+from ddp_manual.wording import as_ranges, in_words
 
 # An error of a rank's own code after which another try may go well.
 MAY_NOT_RECUR = (TrainingFailed.identifier, OutOfMemory.identifier)
