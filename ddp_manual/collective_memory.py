@@ -1,4 +1,5 @@
-"""The records of the collectives that a rank has begun, in memory that the worker shares with its agent.
+"""How many collectives a rank has begun in each group, and their records, in memory that the worker shares with its
+agent.
 
 The worker writes a record before each collective; the agent reads, also after the worker's death. Each record has the
 chain of its group: a checksum of what this and all collectives before it have in common on all ranks. Ranks whose
@@ -24,7 +25,13 @@ _HEADER = 64
 # How many were begun, number, group, chain; what was called and on which line.
 _RECORD = struct.Struct("<QQI12s96s128s")
 _KEY = struct.Struct("<QQI12s")
-MEMORY_SIZE = _HEADER + SLOTS * _RECORD.size
+# Groups that have a number each; one that is opened after so many others takes the place of another. A group and its
+# number are one word of the machine, which is written and read as a whole.
+_GROUPS = 8192
+_NUMBER = struct.Struct("@Q")
+_BITS_OF_NUMBER = 40
+_RECORDS = _HEADER + _GROUPS * _NUMBER.size
+MEMORY_SIZE = _RECORDS + SLOTS * _RECORD.size
 LONGEST_CALL, LONGEST_LINE = 96, 128
 # A reader leaves out the oldest records, which the writer may be about to overwrite.
 _MARGIN = 64
@@ -66,11 +73,23 @@ def comparable(chain: int) -> dict[int, int]:
     return {0: chain & _32_BITS, known: chain >> 64} if known else {0: chain & _32_BITS}
 
 
+def write_number(memory: memoryview, group: int, number: int) -> None:
+    """Write how many collectives the rank has begun in a group."""
+    _NUMBER.pack_into(memory, _place_of_number(group), group << _BITS_OF_NUMBER | number)
+
+
+def read_number(memory: memoryview, group: int) -> int | None:
+    """Return how many collectives the rank has begun in a group; None if a later group has its place."""
+    found, number = divmod(_NUMBER.unpack_from(memory, _place_of_number(group))[0], 1 << _BITS_OF_NUMBER)
+    return number if found == group else None if found > group else 0
+
+
 def write(memory: memoryview, key: tuple[int, int, int, int], call: bytes, line: bytes) -> None:
     """Write a record, then how many there are; ``call`` is a call and its detail, with a tab in between."""
-    *place, chain = key
-    _RECORD.pack_into(memory, _place(key[0]), *place, chain.to_bytes(12, "little"), call, line)
-    _COUNT.pack_into(memory, 0, key[0])
+    index, number, group, chain = key
+    _RECORD.pack_into(memory, _place(index), index, number, group, chain.to_bytes(12, "little"), call, line)
+    _COUNT.pack_into(memory, 0, index)
+    write_number(memory, group, number)
 
 
 def read(memory: memoryview, after: int = 0) -> Iterator[Key]:
@@ -95,7 +114,11 @@ def read_call(memory: memoryview, index: int) -> tuple[str, str, str] | None:
 
 
 def _place(index: int) -> int:
-    return _HEADER + index % SLOTS * int(_RECORD.size)
+    return _RECORDS + index % SLOTS * int(_RECORD.size)
+
+
+def _place_of_number(group: int) -> int:
+    return _HEADER + group % _GROUPS * int(_NUMBER.size)
 
 
 def _text(padded: bytes) -> str:

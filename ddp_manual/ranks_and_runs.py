@@ -197,12 +197,13 @@ class Beat(Checked):
 
         Args:
             fewest: process group -> the fewest collectives that any rank has begun in it. Where this rank has begun
-                more, it waits. If there is no such group, or if there are several, the shortest time-out is returned.
+                more, it waits; of several groups the shortest time-out is returned. If there is none, it may wait in
+                any, as for what another rank sends, and the longest is returned: torch itself ends a shorter wait.
         """
         counts = self.collectives.items()
         ahead = [group.removesuffix(BY_RECORDS) for group, count in counts if count > fewest.get(group, count)]
         found = [self.timeouts.get(group, self.timeouts.get("")) for group in ahead or self.timeouts]
-        return min((seconds for seconds in found if seconds is not None), default=None)
+        return (min if ahead else max)((seconds for seconds in found if seconds is not None), default=None)
 
     def at_step(self) -> str:
         """Return ``training, at step 120 of epoch 2``; the phase alone if steps are not counted."""

@@ -33,9 +33,7 @@ class _Group:
         # All its ranks would be N numbers from each of N ranks: 64 KB each for 16,384.
         self.name = printable(group_name(ranks, description, device))
         self.begun = 0
-        """How many collectives the worker had begun with the last of this group."""
-        self.number = 0
-        """How many of them in this group."""
+        """How many collectives the worker had begun with the last of this group whose record was read."""
         self.is_closed, self._is_default = False, description == "default_pg"
         self._chains = [(1, deque[tuple[int, int]](maxlen=LAST))]
         self._chains += [(step, deque[tuple[int, int]](maxlen=LAST_MULTIPLES)) for step in MULTIPLES]
@@ -46,7 +44,7 @@ class _Group:
         return not self.is_closed, self._is_default, self.begun
 
     def take(self, key: collective_memory.Key) -> None:
-        self.begun, self.number = key.begun, key.number
+        self.begun = key.begun
         for step, chains in self._chains:
             if key.number % step == 0:
                 chains.append((key.number, key.chain))
@@ -101,12 +99,14 @@ class Records:
     def count(self, by_torch: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
         """Return how many collectives the worker has begun in each process group that is open, and in those that it has
         closed last: as recorded, with keys that say so, if all are. torch may count one collective as two."""
-        if not self.complete:
+        memory = self._memory
+        if memory is None or not self.complete:
             of_open = {key: count for key, count in by_torch.items() if key not in self._closed}
             return of_open, {key: count for key, count in self._closed.items() if count is not None}
         of_open, of_closed = Counter[str](), Counter[str]()
-        for group in self._groups.values():
-            (of_closed if group.is_closed else of_open)[f"{group.group}{BY_RECORDS}"] += group.number
+        for identity, group in self._groups.items():
+            if (number := collective_memory.read_number(memory, identity)) is not None:
+                (of_closed if group.is_closed else of_open)[f"{group.group}{BY_RECORDS}"] += number
         last = {f"{key}{BY_RECORDS}" for key in self._closed}
         return of_open, {key: count for key, count in of_closed.items() if key in last}
 
@@ -124,7 +124,7 @@ class Records:
         """Return key of a group -> number, chain, number, chain, ... of its last collectives."""
         self.read()
         latest = sorted(self._groups.values(), key=lambda group: -group.begun)[:MOST_GROUPS]
-        return {group.key: group.for_beat() for group in latest if group.number and self._compared}
+        return {group.key: group.for_beat() for group in latest if group.begun and self._compared}
 
     def answer(self, asked: AskRecords) -> RecordsReply:
         """Reply to rank 0: with the last chains of each group and the last call, or with some calls."""

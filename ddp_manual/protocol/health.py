@@ -6,7 +6,7 @@ Only rank 0's monotonic clock counts, so the clocks of the hosts need not agree.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -188,11 +188,11 @@ class Health:
 
         return list(active) if all(map(in_vain, active.values())) else []
 
-    def finished_before(self, rank: int) -> list[int]:
-        """Return the ranks that have finished, or have closed a process group in which ``rank`` has begun more
-        collectives."""
-        begun = self._ranks[rank].beat.collectives
-        return [other for other, known in enumerate(self._ranks) if began_fewer(known.over, begun)]
+    def finished_before(self, rank: int, without: Collection[int] = ()) -> list[int]:
+        """Return the ranks, ``without`` some of them, that have finished, or have closed a process group in which
+        ``rank`` has begun more collectives."""
+        begun, others = self._ranks[rank].beat.begun, set(range(len(self._ranks))).difference(without)
+        return [other for other in sorted(others) if began_fewer(self._ranks[other].over, begun)]
 
     def find_stall(self, now: float, longer_than: float | None = None) -> Stall | None:
         """Find ranks that have waited in a collective for longer than they may, or than ``longer_than`` seconds."""

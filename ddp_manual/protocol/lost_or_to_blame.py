@@ -139,9 +139,11 @@ class Watch:
 
     def _judge(self, broken: Sequence[Broken], now: float) -> None:
         """Blame ranks that finished early, a stopped or a silent rank, or the first rank whose collective broke."""
-        first = next((one for one in broken if self.health.finished_before(one.verdict.rank)), broken[0])
+        ranks = [one.verdict.rank for one in broken]  # which may have closed their groups because of it
+        found = ((one, self.health.finished_before(one.verdict.rank, without=ranks)) for one in broken)
+        first, early = next((pair for pair in found if pair[1]), (broken[0], []))
         rank = first.verdict.rank
-        if early := self.health.finished_before(rank):
+        if early:
             self._end_because_of_finished(rank, early, first.place, now)
         elif self._end_because_of_stopped(now, 0):
             pass

@@ -13,6 +13,7 @@ import itertools
 import math
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -95,6 +96,8 @@ _OPERATIONS = {
 _OF_ONE_TENSOR = {_OPERATIONS[one]: _OPERATIONS[f"{one}_BASE"] for one in ("ALLGATHER", "REDUCE_SCATTER", "ALLTOALL")}
 
 
+# What is raised here where a torch differs from those that are known; a signal handler of the program raises others.
+_MISTAKES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
 # What one rank calls for itself, and gloo numbers as it numbers collectives.
 _NOT_COUNTABLE = ("SEND", "RECV", "RECV_ANYSOURCE", "MONITORED_BARRIER")
 
@@ -146,7 +149,8 @@ class Recorder:
         """Share the memory with the agent, and find all process groups, now and as they are opened."""
         _recorders.append(self)
         self._undo.callback(self._forget)
-        self._share()
+        if self._compared or self._operations:
+            self._share()
         recorded = {} if self._operations or self._memory is None else _OPERATIONS
         self._undo.enter_context(wrap_collectives({**recorded, **dict.fromkeys(_NOT_COUNTABLE)}, self._called))
         self._undo.enter_context(watch_process_groups(self._opened, self._closed))
@@ -159,7 +163,8 @@ class Recorder:
             os.ftruncate(descriptor, collective_memory.MEMORY_SIZE)
             self._memory = memoryview(mmap.mmap(descriptor, collective_memory.MEMORY_SIZE))
         except (OSError, AttributeError) as error:  # AttributeError: another system than Linux
-            self._tell(NotCompared(first_line(error)))
+            if self._compared:
+                self._tell(NotCompared(first_line(error)))
         else:
             self._tell(RecordsMemory(descriptor, bool(self._operations), self._compared))
 
@@ -237,6 +242,11 @@ class Recorder:
                 return
             try:
                 order = orders[_device_type(inputs, outputs, frame) if len(orders) > 1 else ""]
+                if not self._compared:
+                    with self._turn:
+                        order.number += 1
+                        collective_memory.write_number(memory, order.identity, order.number)
+                    return
                 reduce = str(getattr(_variable("op", _REDUCE, frame), "name", ""))
                 tensors = outputs if operation.by_outputs or not inputs else inputs
                 form = (tensors[0].dtype, tensors[0].shape, tensors[-1].shape) if tensors else (None, (), ())
@@ -244,11 +254,13 @@ class Recorder:
                 common, shown = _in_words(operation, *form, len(tensors), root, named, reduce)
                 line = self._line(frame)
                 with self._turn:
-                    self._begun = index = self._begun + 1
-                    order.number += 1
-                    order.chain = collective_memory.chain_with(order.chain, order.number, common, reduce.encode())
-                    collective_memory.write(memory, (index, order.number, order.identity, order.chain), shown, line)
-            except Exception as error:
+                    index = 0
+                    while index <= self._begun:  # once more where a signal handler has begun others meanwhile
+                        index, number = self._begun + 1, order.number + 1
+                        chain = collective_memory.chain_with(order.chain, number, common, reduce.encode())
+                        collective_memory.write(memory, (index, number, order.identity, chain), shown, line)
+                    self._begun, order.number, order.chain = index, number, chain
+            except _MISTAKES as error:
                 self._compare_no_more(error)
 
         return record

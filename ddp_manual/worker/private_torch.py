@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.distributed import distributed_c10d
+from torch.distributed import PrefixStore, distributed_c10d
 
 from ddp_manual import gpus
 from ddp_manual.environment import machine, user_variables
@@ -62,9 +62,12 @@ def let_programs_meet_by_themselves(starts: Callable[[int], None]) -> None:
     start: Callable[..., Any] = spawning.start_processes
 
     def meet_by_itself(*given: Any, **named: Any) -> Iterator[Any]:
-        with changed(without_launcher if variables.get("MASTER_PORT") != port else {}):
-            met = next(meet(*given, **named))
-        yield met
+        by_itself = variables.get("MASTER_PORT") != port
+        with changed(without_launcher if by_itself else {}):
+            store, *place = next(meet(*given, **named))
+        if not by_itself:  # the launcher's store still has the addresses of the ranks in an earlier process group
+            store = PrefixStore(f"default group {_default_groups}", store)
+        yield store, *place
 
     def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *given: Any, **named: Any) -> Any:
         starts(nprocs)
@@ -91,6 +94,8 @@ class OpenGroups(NamedTuple):
 
 
 _keys: dict[Any, str] = {}
+_default_groups = 0
+"""How many default groups of several ranks this process has opened."""
 not_countable: set[Any] = set()
 """The groups in which this rank has begun what torch counts as collectives of gloo, and other ranks need not begin."""
 
@@ -203,17 +208,17 @@ def watch_process_groups(
     registry of their ranks has all groups, whichever function has opened them, and is replaced.
     """
     again: Counter[str] = Counter()
-    default = 0
+    before_all = _default_groups
 
     class Registry(dict[Any, Any]):
         def __setitem__(self, group: Any, mapping: Any) -> None:
-            nonlocal default
+            global _default_groups
             super().__setitem__(group, mapping)
             name = distributed_c10d._pg_names.get(group)
             if name is not None and group not in _keys:  # this rank belongs to it
                 ranks = [int(rank) for rank in mapping]
-                default += group.group_desc == "default_pg" and len(ranks) > 1  # others know none of its own
-                members = f"{name}/{zlib.crc32(repr(ranks).encode()):08x}/{default}"
+                _default_groups += group.group_desc == "default_pg" and len(ranks) > 1  # others know none of its own
+                members = f"{name}/{zlib.crc32(repr(ranks).encode()):08x}/{_default_groups - before_all}"
                 _keys[group] = key = f"{members}/{again[members]}"
                 again[members] += 1
                 opened(group, key, ranks)

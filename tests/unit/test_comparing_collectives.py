@@ -123,7 +123,7 @@ def watched(size: int = 2, **options: Any) -> tuple[Watch, list[Any]]:
     infos = [RankInfo(rank=rank, world_size=size, host="h", pid=rank) for rank in range(size)]
     run = replace(run_info(), world_size=size, **options)
     roll_call: Any = SimpleNamespace(run=run, info=infos.__getitem__, infos=lambda: infos, works=True)
-    roll_call.hear = lambda rank, now: None
+    roll_call.hear, roll_call.stopped = (lambda rank, now: None), (lambda rank: "")
     peer: Any = SimpleNamespace(connection=SimpleNamespace(send=sent.append, write=sent.append), left=False)
     watch = Watch(roll_call, dict.fromkeys(range(size), peer), 0.0)
     for rank in range(size):
@@ -170,8 +170,9 @@ def test_a_collective_that_breaks_on_all_ranks_is_one_loss_and_is_judged_once() 
 
 def test_a_collective_that_breaks_is_blamed_on_the_rank_that_has_finished_before_any_of_those_where_it_broke() -> None:
     watch, _ = watched(3)
-    for rank, begun in enumerate(({}, {"0": 3}, {"0": 2})):  # what rank 0 has begun is not known
-        watch.hear(rank, Beat(collectives=begun), 1.0)
+    # What rank 0 has begun is not known. Rank 1 has closed its group as its collective broke.
+    for rank, (begun, closed) in enumerate((({}, {}), ({}, {"0": 3}), ({"0": 2}, {}))):
+        watch.hear(rank, Beat(collectives=begun, closed=closed), 1.0)
     watch.health.finish(2)
     for rank in (0, 1):
         fail(watch, rank, f"a.py:{rank}", judged=False)
@@ -179,6 +180,17 @@ def test_a_collective_that_breaks_is_blamed_on_the_rank_that_has_finished_before
     watch.check(2.5)
     watch.check(2.6 + RECORDS_WITHIN)
     assert watch.failure and watch.failure.what == "rank 2 had finished while rank 1 was still in a collective"
+
+
+def test_of_a_silent_rank_the_ranks_are_the_victims_whose_collectives_break_and_who_close_their_groups() -> None:
+    watch, _ = watched(3, on_loss="wait")
+    for rank, (begun, closed) in enumerate((({"0": 31}, {}), ({}, {"0": 30}), ({"0": 29}, {}))):
+        watch.hear(rank, Beat(collectives=begun, closed=closed), 1.0)
+    for rank in (0, 1):
+        fail(watch, rank, f"a.py:{rank}", judged=False)
+        watch.hear(rank, None, 8.0)
+    watch.check(8.0)
+    assert [*watch.take_lost()] == [2] and watch.failure is None
 
 
 def test_of_ranks_far_behind_one_is_looked_at_with_the_rank_ahead_and_less_and_less_often() -> None:
@@ -213,6 +225,12 @@ def test_groups_share_the_numbers_that_an_agent_replies_with() -> None:
         read.add_group({"identity": identity, "key": f"g{identity}", **OF_WORKER})
     begun, _ = read.count({f"g{identity}": 0 for identity in range(1, 2_000)})
     assert len(begun) == 512 and begun[f"g1{BY_RECORDS}"] == 100
+    for number in range(101, 9_000):  # more than there is room for, before the agent reads again
+        collective_memory.write(memory, (300 + number, number, 2, 5), b"barrier", b"a.py:1")
+    os.pwrite(descriptor, memory, 0)
+    read.read()
+    begun, _ = read.count({})
+    assert [begun[f"g{identity}{BY_RECORDS}"] for identity in (1, 2)] == [100, 8_999]
     os.close(descriptor)
 
 
@@ -284,6 +302,36 @@ def test_an_agent_counts_what_is_recorded_of_groups_that_are_open_or_closed_othe
     began, end = ({"0": 1, "1": 0}, BY_RECORDS) if hooks else ({"1": 0}, "")
     first, second = ({f"{name}/{ranks}/{time}/0{end}": count for name, count in began.items()} for time in (1, 2))
     assert found == [(first, {}), ({}, first), (second, first), ({}, {**first, **second})]
+
+
+@with_hooks
+def test_a_signal_handler_in_the_middle_of_a_record_may_raise_or_begin_a_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = collective_memory.write
+
+    def handled_by(handler: Callable[[], None]) -> Calls:
+        def call(record: Callable[..., None]) -> None:
+            def interrupted(*record: Any) -> None:
+                monkeypatch.undo()
+                handler()
+                write(*record)
+
+            monkeypatch.setattr(collective_memory, "write", interrupted)
+            alike(record)
+
+        return call
+
+    def raises() -> None:
+        raise TimeoutError("of the program")
+
+    def catches(record: Callable[..., None]) -> None:
+        with pytest.raises(TimeoutError):
+            handled_by(raises)(record)
+
+    records = records_of(alike, catches, handled_by(lambda: alike(lambda: None)), alike)
+    ((_, chains),) = records.for_beat().items()
+    assert sorted(chains[::2]) == [1, 2, 3, 4] and [*records.count({})[0].values()] == [4]
 
 
 def recorded(*calls: Calls, backend: str = "fake") -> dict[str, Sequence[tuple[int, int]]]:

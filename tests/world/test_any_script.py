@@ -356,6 +356,26 @@ OPENS_AGAIN = """
 """
 
 
+def test_ranks_open_their_group_again_although_one_of_them_is_late(start: Start, tmp_path: Path) -> None:
+    """torch would find the addresses of the group before, in the store that all of them meet at."""
+    script = write(
+        tmp_path,
+        "rounds.py",
+        """
+        import time, torch, torch.distributed as dist
+        for late in range(3):
+            dist.init_process_group("gloo")
+            rank = dist.get_rank()
+            dist.all_reduce(torch.ones(1))
+            time.sleep(late == rank)
+            dist.destroy_process_group()
+            time.sleep(late == 1 + rank)
+        """,
+    )
+    launched = start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path)
+    assert launched.wait(60) == 0, launched.err
+
+
 def test_a_rank_that_has_made_all_its_calls_may_end_while_others_open_a_group_and_wait(
     start: Start, tmp_path: Path, port: int
 ) -> None:
