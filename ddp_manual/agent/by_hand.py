@@ -11,9 +11,9 @@ from contextlib import closing
 from functools import partial
 
 from ddp_manual import run_folder, terminal
-from ddp_manual.agent.end_of_rank import Ended
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program
+from ddp_manual.agent.rank_result import Ended
 from ddp_manual.agent.start_worker import Forker, Starter, check_torch_is_installed
 from ddp_manual.agent.to_type import LISTENING, rank_command, typed_again
 from ddp_manual.agent.what_to_run import Task

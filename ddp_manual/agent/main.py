@@ -22,12 +22,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ddp_manual import from_agent, from_worker, left_behind, messages, run_folder, signal_handlers
-from ddp_manual.agent import end_of_rank
+from ddp_manual.agent import rank_result
 from ddp_manual.agent.coordinator import stopped_agent
-from ddp_manual.agent.end_of_rank import Ending, how_it_ended, leave_failure
 from ddp_manual.agent.join import Join
 from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.agent.open_files import raise_descriptor_limit
+from ddp_manual.agent.rank_result import Ending, how_it_ended, leave_failure
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.agent.worker_process import TERM_GRACE, Worker
 from ddp_manual.deadline import wait_until
@@ -101,7 +101,7 @@ class Agent:
         self._hurries = False
         """Whether a signal has come while this rank leaves."""
 
-    async def run(self) -> end_of_rank.Ended:
+    async def run(self) -> rank_result.Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
         protocol = self.protocol
         self._ending = Ending(self.spec.rank, lambda: protocol.enter(states.Ended(was=protocol.state)))
@@ -431,7 +431,7 @@ class Agent:
         """Print the error, after the worker's last line, and leave it in the run's folder if that stays."""
         if isinstance(error, Stopped):
             error.why = error.why or self._orphaned
-        end_of_rank.add_own_command(error, self.task.go_on, self.protocol.run_dir, self.spec.world_size)
+        rank_result.add_own_command(error, self.task.go_on, self.protocol.run_dir, self.spec.world_size)
         if not isinstance(last, states.Placed):
             self._join.fail(error)
         causes = (error.identifier, (error.on_its_rank or ("",))[0])

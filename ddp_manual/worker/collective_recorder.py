@@ -37,7 +37,7 @@ from ddp_manual.worker.private_torch import (
     watch_process_groups,
     wrap_collectives,
 )
-from ddp_manual.worker.reporter import is_library
+from ddp_manual.worker.whereabouts import is_library
 from ddp_manual.world_options import WorldSpec
 
 # Each group has its hooks by number; torch's own hooks have small ones.

@@ -40,9 +40,10 @@ from ddp_manual.worker.collective_errors import (
     was_raised_by_torch,
 )
 from ddp_manual.worker.collective_recorder import record_collectives
-from ddp_manual.worker.reporter import Reporter, own_traceback, raised_at
+from ddp_manual.worker.reporter import Reporter
 from ddp_manual.worker.shared_memory import check_shared_memory
 from ddp_manual.worker.training_loss import LossRecord
+from ddp_manual.worker.whereabouts import own_traceback, raised_at
 from ddp_manual.worker.world import NO_GROUP, World
 from ddp_manual.world_options import WorldSpec
 

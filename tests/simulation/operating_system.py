@@ -18,10 +18,10 @@ from unittest import mock
 from ddp_manual import processes, signal_handlers, terminal
 from ddp_manual.agent import (
     coordinator,
-    end_of_rank,
     join,
     main,
     name_lookup,
+    rank_result,
     reachability,
     wait_for_rank_0,
     worker_process,
@@ -158,7 +158,7 @@ def patched(run: Run) -> Iterator[None]:
         (name_lookup, {"own_address": lambda: here().address, "resolve_in_thread": resolve_in_thread}),
         (reachability, {"answer_at": answer_at, "try_to_reach": try_to_reach}),
         (rounds, {"_rounds": itertools.count()}),
-        (end_of_rank, {"host_name": lambda: here().name}),
+        (rank_result, {"host_name": lambda: here().name}),
         (signal_handlers, {"handle_in_event_loop": lambda handle: contextlib.nullcontext(), "Witness": Witness}),
         (processes, {"is_caught": lambda pid, number: run.plan.saves > 0}),
         (this_host, {"RankOutput": Output}),

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from ddp_manual import terminal
-from ddp_manual.agent.end_of_rank import Ended
+from ddp_manual.agent.rank_result import Ended
 from ddp_manual.cli import main as cli
 from ddp_manual.environment import command_line
 from tests.conftest import log_to_root

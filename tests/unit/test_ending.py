@@ -6,7 +6,7 @@ import asyncio
 import gc
 import warnings
 
-from ddp_manual.agent.end_of_rank import Ending
+from ddp_manual.agent.rank_result import Ending
 
 
 def test_what_is_cancelled_before_its_turn_warns_of_nothing() -> None:

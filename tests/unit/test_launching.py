@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from ddp_manual import TrainConfig, WorldSpec, errors
-from ddp_manual.agent.end_of_rank import leave_failure
+from ddp_manual.agent.rank_result import leave_failure
 from ddp_manual.cli import main as cli
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.attempts import may_be_fixed

@@ -18,7 +18,7 @@ from ddp_manual.agent.reachability import (
     greeting,
     try_to_reach,
 )
-from ddp_manual.protocol.local_ranks import assign_places
+from ddp_manual.protocol.places import assign_places
 from ddp_manual.protocol.reachability import Probes
 from tests.runs import info
 

@@ -13,7 +13,8 @@ from ddp_manual.ranks_and_runs import LastWords
 from ddp_manual.wire import LineReader, encode_local
 from ddp_manual.worker import reporter as reporter_module
 from ddp_manual.worker.private_torch import OpenGroups
-from ddp_manual.worker.reporter import Reporter, Whereabouts
+from ddp_manual.worker.reporter import Reporter
+from ddp_manual.worker.whereabouts import Whereabouts
 
 
 def first_messages(agents: socket.socket, at_least: int) -> list[from_worker.FromWorker]:

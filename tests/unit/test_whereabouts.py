@@ -20,7 +20,7 @@ import torch
 
 from ddp_manual.agent.worker_stack import readable_stack
 from ddp_manual.worker import reporter
-from ddp_manual.worker.reporter import Whereabouts, own_traceback, whereabouts
+from ddp_manual.worker.whereabouts import Whereabouts, own_traceback, whereabouts
 
 
 @contextmanager
