@@ -276,7 +276,7 @@ class Result(Message):
     """What it has come to."""
     stopped: LastWords | None = None
     """Set if a signal has stopped all ranks after the same step."""
-    goes_on: bool = False
+    process_continues: bool = False
     """Whether the process goes on without its agent, which it has started itself."""
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_manual.errors import DdpManualError, RankTaken, WorldSizeMismatch
 from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.protocol.compatibility import unlike
+from ddp_manual.protocol.compatibility import mismatch
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.ranks_and_runs import RankInfo
 from ddp_manual.text_wrapping import whole
@@ -23,7 +23,7 @@ def decide(
     roll_call: RollCall, info: RankInfo, now: float, since: float, wall_clock: float, *, false_rank_0: bool
 ) -> tuple[DdpManualError | bool, list[str]]:
     """Return what ``RollCall.admit``, which explains the arguments, is to do, and warnings about the process."""
-    refusal, warnings = unlike(info, roll_call.rank_0, roll_call.run, wall_clock)
+    refusal, warnings = mismatch(info, roll_call.rank_0, roll_call.run, wall_clock)
     holder = roll_call.members.get(info.rank)
     if false_rank_0:
         refusal = _taken(roll_call, info, roll_call.rank_0, frozen=False)

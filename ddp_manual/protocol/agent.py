@@ -388,8 +388,8 @@ class AgentProtocol:
             if (expired := self._expired) is not None:
                 expired.why, stopped = f"{expired.why}\n{stopped.why}", expired
             self.work.result = stopped
-        self.work.goes_on = message.goes_on
-        if message.goes_on and isinstance(self.state, (states.Left, states.Alone)):
+        self.work.process_continues = message.process_continues
+        if message.process_continues and isinstance(self.state, (states.Left, states.Alone)):
             self._shell.finish(self.work.result)
 
     def _say_what_a_loss_repeats(self) -> None:
@@ -578,7 +578,7 @@ class AgentProtocol:
         self.enter(states.Left())
         self.send(messages.Goodbye())
         self._tell(from_agent.Over())
-        needs_nothing = self.work.goes_on or self._shell.worker.ended
+        needs_nothing = self.work.process_continues or self._shell.worker.ended
         if needs_nothing and self.work.result is not None:
             self._shell.finish(self.work.result)
 
@@ -599,12 +599,12 @@ class AgentProtocol:
         # Without rank 0 the run is over; the others wait for any other rank.
         leads = self.so_far is not None and self._spec.rank == 0
         again = self.again if leads or isinstance(self.state, states.Placed) else ""
-        goes_on = self.so_far is not None and isinstance(self.state, states.Waiting)
+        restarts = self.so_far is not None and isinstance(self.state, states.Waiting)
         if worker.has_started_its_agent and not self.signals.are_taken:  # it gets each signal itself
             if number == signal.SIGTERM:
                 self.signals.passed_on = self.signals.passed_on or number
                 worker.until = now + SAVE_WITHIN if worker.until is None else worker.until
-        elif error := self.signals.take(number, seen_by, self._shell.here, again, now, goes_on=goes_on):
+        elif error := self.signals.take(number, seen_by, self._shell.here, again, now, restarts=restarts):
             self._end_at_once(error)
 
     def _end_at_once(self, error: Stopped) -> None:

@@ -33,7 +33,7 @@ SAID_ALIKE = ("versions", "code", "variables", "arguments", "may_differ", "optio
 BUILT_FOR_CUDA = ("torch", "torchvision", "torchaudio")
 
 
-def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[DdpManualError | None, list[str]]:
+def mismatch(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[DdpManualError | None, list[str]]:
     """Return why a process cannot be a rank of this run (None if it can), and warnings about it.
 
     Args:
@@ -77,7 +77,7 @@ def unlike(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tuple[
     return _other_arguments(info, rank_0) or _other_options(info, rank_0.options, info.options, run), warnings
 
 
-def unlike_when_ready(
+def mismatch_when_ready(
     info: RankInfo, ready: Ready, rank_0: RankInfo, of_rank_0: Ready, run: RunInfo
 ) -> DdpManualError | None:
     """Return why a rank cannot stay, now that it and rank 0 know their devices; None if it can."""

@@ -19,7 +19,7 @@ from ddp_manual import messages
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, Stopped, traceback_of
 from ddp_manual.on_rank_loss import LEAVE, WAIT
 from ddp_manual.protocol import verdicts
-from ddp_manual.protocol.compatibility import unlike
+from ddp_manual.protocol.compatibility import mismatch
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
@@ -86,7 +86,7 @@ class CoordinatorProtocol:
         self._own_addresses, self._folder_of, self._show = own_addresses, folder_of, show
         self._peers: dict[int, Peer] = {}
         self._now = self._ticked = now
-        self._goes_on_since = -math.inf
+        self._resumed_at = -math.inf
         """Since when this process goes on, if it was stopped for long: the others may have given it up."""
         self._watch = Watch(self.roll_call, self._peers, now)
         self._silence = Silence(self.roll_call.who)
@@ -192,7 +192,7 @@ class CoordinatorProtocol:
             if info is None:
                 return
             # One that does not belong here is refused below, and changes nothing.
-            goes_on = info.goes_on and unlike(info, self.roll_call.rank_0, self.run, peer.wall_clock)[0] is None
+            goes_on = info.goes_on and mismatch(info, self.roll_call.rank_0, self.run, peer.wall_clock)[0] is None
             if goes_on and not self._go_on_with(peer, info):
                 return
             holder = self._peers.get(info.rank)
@@ -289,7 +289,7 @@ class CoordinatorProtocol:
         lost, state = self._watch.take_lost(), self.roll_call.state
         if not lost or not isinstance(state, Working):
             return
-        alone = {rank for rank, loss in lost.items() if not self._goes_on(rank, loss)}
+        alone = {rank for rank, loss in lost.items() if not self._is_restarted(rank, loss)}
         peers = {rank: self._peers.pop(rank) for rank in alone if rank in self._peers}
         for rank in alone:
             self.roll_call.leave(rank, left_out=lost[rank].is_newcomer and rank in self.recovery.back)
@@ -299,7 +299,7 @@ class CoordinatorProtocol:
         self._begin_again(lost_ranks, own_code=own_code, missing_for=state.missing_for if no_further else 0.0)
         for rank, peer in peers.items():
             if lost[rank].kind == SILENT:
-                self._take_seat(peer)
+                self._vacate_seat(peer)
             else:
                 peer.rank = None
                 look = lost[rank].verdict.next.removesuffix(f"\nthen {self.run.start_again}")
@@ -309,13 +309,13 @@ class CoordinatorProtocol:
                 peer.connection.send(messages.RunEnds(replace(lost[rank].verdict, next=next)))
 
     @staticmethod
-    def _take_seat(peer: Peer) -> None:
+    def _vacate_seat(peer: Peer) -> None:
         """Let a silent process know, if it is back one day, that it has to ask for its seat again."""
         peer.rank = None
         peer.connection.send(messages.SeatLost())
         peer.connection.close()
 
-    def _goes_on(self, rank: int, loss: Loss) -> bool:
+    def _is_restarted(self, rank: int, loss: Loss) -> bool:
         """Return whether the agent of a lost rank starts another worker by itself."""
         if rank not in self._peers or loss.kind == SILENT:
             return False
@@ -353,7 +353,7 @@ class CoordinatorProtocol:
     def _shrink_if_due(self, waited: float = 0.0) -> None:
         """Go on without the ranks that are missing, if the run is to; or if it stops, so that all can stop in order."""
         here = self.roll_call.members
-        if self.recovery.shrinks(self.run, here, waited, since_a_stop=self._now - self._goes_on_since):
+        if self.recovery.shrinks(self.run, here, waited, since_a_stop=self._now - self._resumed_at):
             self.shrink()
         elif self.roll_call.stopping:
             self.shrink(to_stop=True)
@@ -405,11 +405,11 @@ class CoordinatorProtocol:
         cut_off = set.intersection(*involved) - others
         lost = [info.rank for info in infos if info.host_id in cut_off]
         error = unreachable(failing)
-        if not lost or not all(self.recovery.may_try_again(rank) for rank in lost):
+        if not lost or not all(self.recovery.count_try(rank) for rank in lost):
             self._refuse_newcomers(error)
             return
         for rank in lost:
-            self._take_seat(self._peers.pop(rank))
+            self._vacate_seat(self._peers.pop(rank))
             self._miss_again(rank, f"is cut off: {error.what}")
 
     @property
@@ -466,7 +466,7 @@ class CoordinatorProtocol:
         _, source = self.recovery.newest(places)
         self._watch.health.restart(now)
         for rank, member in self.roll_call.members.items():  # one that is silent already has no second time-out
-            self._watch.health.hear(rank, None, max(member.heard, self._goes_on_since))
+            self._watch.health.hear(rank, None, max(member.heard, self._resumed_at))
         for rank in self.roll_call.left_out:
             self._watch.health.leave(rank)
         placed = messages.Placed(
@@ -495,7 +495,7 @@ class CoordinatorProtocol:
             )
             how = f"has been silent for {seconds}: its agent is stopped, or its host is gone"
             if self.roll_call.was_here(rank):  # it may be back before another process has its seat
-                self._take_seat(self._peers.pop(rank))
+                self._vacate_seat(self._peers.pop(rank))
                 self._miss_again(rank, how)
             else:
                 self._dismiss(rank, error, how)
@@ -628,7 +628,7 @@ class CoordinatorProtocol:
             in_a_collective = crashed or failed.in_a_collective
             self._watch.take_failure(verdict, broken_at, self._now, in_a_collective=in_a_collective)
             return
-        if self.roll_call.info(rank).starts_again and self.recovery.may_try_again(rank):
+        if self.roll_call.info(rank).starts_again and self.recovery.count_try(rank):
             self.roll_call.forget_workers([rank])
             self.recovery.held.pop(rank, None)
             self._replace_worker(peer)
@@ -661,7 +661,7 @@ class CoordinatorProtocol:
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now
         if passed > self.run.peer_timeout:
-            self._goes_on_since = now  # this process was stopped, perhaps with its whole host
+            self._resumed_at = now  # this process was stopped, perhaps with its whole host
             self._watch.health.restart(now)
         self.handshakes.abort_silent(now)
         if now >= self._next_beat:

@@ -140,8 +140,8 @@ class Recovery:
         if self._pause is not None:
             self._pause.said = ""
 
-    def may_try_again(self, rank: int) -> bool:
-        """Return whether an agent whose new worker has failed before it was ready may start yet another one."""
+    def count_try(self, rank: int) -> bool:
+        """Count a try to start a worker that failed before it was ready; return whether its agent may try again."""
         self._tries[rank] += self.began
         return self.began and self._tries[rank] <= MOST_WITHOUT_A_STEP
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ddp_manual.errors import DdpManualError
 from ddp_manual.messages import News
 from ddp_manual.protocol import admission
-from ddp_manual.protocol.compatibility import SAID_ALIKE, unlike_when_ready
+from ddp_manual.protocol.compatibility import SAID_ALIKE, mismatch_when_ready
 from ddp_manual.protocol.gpus_of_ranks import more_ranks_than_gpus, shared_gpu
 from ddp_manual.protocol.heartbeat_times import silent_after
 from ddp_manual.protocol.places import assign_places
@@ -196,7 +196,7 @@ class RollCall:
             return []
         for other in self.members.values() if rank == 0 else [member]:
             if other.ready is not None:
-                error = unlike_when_ready(other.info, other.ready, first.info, first.ready, self.run)
+                error = mismatch_when_ready(other.info, other.ready, first.info, first.ready, self.run)
                 if error is not None:
                     self.refuse(other.info.who, error, member.heard)
                     refused.append((other.info.rank, error))

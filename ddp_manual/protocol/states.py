@@ -22,8 +22,8 @@ class Work:
     """What rank 0 was told last that it does."""
     result: Any = None
     """What it has said of its work, if that is complete."""
-    goes_on: bool = False
-    """Whether it has told its agent to go, since it goes on by itself."""
+    process_continues: bool = False
+    """Whether the process continues without its agent, which it has told to end."""
     own_words: DdpManualError | None = None
     """What it has failed with."""
     is_replaced: bool = False

@@ -71,7 +71,7 @@ class StopSignals:
         self.passed_on = 0
         """The first signal that has asked the program to stop, which handles it, or 0."""
         self._passed_on_at = 0.0
-        self._heeded_at: float | None = None
+        self._stop_signal_at: float | None = None
         """When the signal came for which it has stopped with all, or which came while it was leaving anyhow."""
         self._first_at: dict[str, float] = {}
         """Process -> when it has seen its first signal: the agent at once, a program only once Python reacts."""
@@ -91,19 +91,19 @@ class StopSignals:
     def worker_handles(self, handling: Handling) -> None:
         """Note what the worker does about signals from now on."""
         if self.are_taken and handling is Handling.BY_ITSELF:
-            self._heeded_at = min(self._first_at.values(), default=self._heeded_at)
+            self._stop_signal_at = min(self._first_at.values(), default=self._stop_signal_at)
             self._first_at.clear()  # it has stopped for that
         self._handling = handling
         self._takes_stops |= handling is Handling.WITH_ALL
 
-    def take(self, number: int, seen_by: str, here: int, again: str, now: float, *, goes_on: bool) -> Stopped | None:
+    def take(self, number: int, seen_by: str, here: int, again: str, now: float, *, restarts: bool) -> Stopped | None:
         """Take a signal; returns the error that ends the rank at once, if any.
 
         Args:
             seen_by: the process that has seen the signal.
             here: how many ranks are here.
             again: what to do after the run has ended; "" before all ranks have joined.
-            goes_on: whether all ranks go on after a loss once another worker has loaded torch.
+            restarts: whether all ranks begin anew after a loss, once another worker has loaded torch.
         """
         if number == SAVE:
             self._save(seen_by)
@@ -111,7 +111,7 @@ class StopSignals:
         if self._handling is Handling.BY_ITSELF and not self._first_at:  # otherwise it came before the program began
             return self._stop_program(number, again, now)
         is_early = self._handling is Handling.LOADING
-        will_take_it = goes_on and self._takes_stops
+        will_take_it = restarts and self._takes_stops
         if is_early and not will_take_it:
             return self._stopped_early(number, here, again)
         if seen_by == "agent":  # the program may have got the first one before it could say that it takes stops
@@ -146,7 +146,7 @@ class StopSignals:
 
     def _stop_program(self, number: int, again: str, now: float) -> Stopped | None:
         """Let the program handle a signal that asks it to stop; the second one ends the rank."""
-        before = self._passed_on_at if self.passed_on else self._heeded_at
+        before = self._passed_on_at if self.passed_on else self._stop_signal_at
         if before is None:
             self.passed_on, self._passed_on_at = number, now
             if number == signal.SIGINT and self._spec.world_size > 1:

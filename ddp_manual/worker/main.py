@@ -253,8 +253,8 @@ class Rank:
         """Tell the agent what this rank's work has come to, after it has left, and whether a signal has stopped all."""
         stopped = world.stopped() if ended is None and world.result is None else ended
         words = LastWords.of(stopped) if isinstance(stopped, errors.Stopped) else None
-        goes_on = self.reporter.over = self.held is None  # with its agent gone
-        self.reporter.send(from_worker.Result(world.result, words, goes_on))
+        continues = self.reporter.over = self.held is None  # with its agent gone
+        self.reporter.send(from_worker.Result(world.result, words, continues))
 
     def wait_to_go(self) -> None:
         """Say at the end of the program that its work is done; on rank 0 wait until nobody needs torch's store."""

@@ -144,7 +144,7 @@ FAULTS = (
     Planted("the held memory stays open", "            self.held.close()\n", ""),
     Planted(
         "who is silent has a second time-out",
-        "hear(rank, None, max(member.heard, self._goes_on_since))",
+        "hear(rank, None, max(member.heard, self._resumed_at))",
         "hear(rank, None, now)",
     ),
     Planted(

@@ -18,7 +18,7 @@ from ddp_manual.errors import (
     VersionMismatch,
 )
 from ddp_manual.messages import Claim, Heartbeat, Hello, Look, News, Question, Refused, Welcome
-from ddp_manual.protocol.compatibility import unlike, unlike_when_ready
+from ddp_manual.protocol.compatibility import mismatch, mismatch_when_ready
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
@@ -59,13 +59,13 @@ def test_ranks_that_are_here_and_do_not_load_torch_are_named_as_such() -> None:
 
 def test_a_different_torch_is_reported_with_the_command_that_fixes_it_and_can_be_allowed() -> None:
     other = info(1, "b", versions={"torch": "2.11.0", "python": "3.11"})
-    error, _ = unlike(other, info(0, "a"), RUN, now=0.0)
+    error, _ = mismatch(other, info(0, "a"), RUN, now=0.0)
     assert isinstance(error, VersionMismatch)
     assert error.why == "torch: rank 0 (a) has 2.15.0+cu132, rank 1 has 2.11.0"
     assert "pip install torch==2.15.0\n" in error.next
     for pair in ((replace(other, allow_mismatch=True), info(0, "a")), (other, info(0, "a", allow_mismatch=True))):
         allowed = "rank 1 (b, pid 1) has other versions than rank 0: torch (allowed)"
-        assert unlike(*pair, RUN, now=0.0) == (None, [allowed])
+        assert mismatch(*pair, RUN, now=0.0) == (None, [allowed])
 
 
 WITHOUT_CUDA = {"torch": "2.15.0+cpu", "python": "3.11", "cuda": None, "nccl": None}
@@ -89,7 +89,7 @@ CHOSEN = {"device": ("cpu", "flag"), "backend": ("gloo", "default")}
 def test_ranks_that_have_loaded_torch_are_compared_in_what_matters_to_their_backend(
     rank_1: Ready, rank_0: Ready, error: type[DdpManualError] | None, words: str
 ) -> None:
-    found = unlike_when_ready(info(1, "b"), rank_1, info(0, "a"), rank_0, RUN)
+    found = mismatch_when_ready(info(1, "b"), rank_1, info(0, "a"), rank_0, RUN)
     assert type(found) is (error or type(None)) and (found is None or words in found.render())
 
 
