@@ -134,6 +134,6 @@ def share_bytes(content: Tensor | None, device: torch.device, source: int = 0) -
 def to_host(tensor: Tensor) -> Tensor:
     """Return ``tensor`` on the CPU, once its device has done all work in its queue, collectives included.
 
-    With NCCL a rank waits for the others here, not in the call of a collective; the worker's reporter finds ``cpu()``.
+    With NCCL a rank waits for the others here, not in the call of a collective. The reporter recognises ``cpu()``.
     """
     return tensor.cpu()
