@@ -1,5 +1,5 @@
-"""Seconds from the loss of a rank until all ranks train again, for a worker that its agent replaces and for a rank that
-is typed again at once; and processes, threads, descriptors and memory of a survivor after the first and last losses.
+"""Seconds from the loss of a rank until all ranks train again, if its agent replaces the worker, and if its
+command is typed again at once; and a survivor's processes, threads, descriptors and memory after first and last losses.
 
 python -m benchmarks.lost_ranks --data_dir data
 """

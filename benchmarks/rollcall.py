@@ -3,8 +3,8 @@
 python -m benchmarks.rollcall
 
 The coordinator is the real one, in a process without torch. In a second process one thread simulates all ranks, 8 per
-host, which join at the same time. The TCPStore, the "floor", has two processes too: the store in one, a client per
-rank in the other.
+host, which join at the same time. The floor is torch's TCPStore, also in two processes: the store in one, a client
+per rank in the other.
 """
 
 from __future__ import annotations

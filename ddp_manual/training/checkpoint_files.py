@@ -252,7 +252,7 @@ def newest_whole(folder: Path) -> tuple[Checkpoint, bytes] | None:
 
 
 def named(path: Path) -> tuple[Checkpoint, bytes]:
-    """Return the checkpoint of ``--resume path`` and its content. Of a folder it is the newest that is whole.
+    """Return the checkpoint of ``--resume path`` and its content. In a folder that is the newest whole one.
 
     Raises:
         CheckpointMissing, CheckpointCorrupt, BadOption: there is none, or it is damaged, or cannot be read.
@@ -291,7 +291,7 @@ def holds(folder: Path, step: int) -> bool:
 
 
 def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the best test accuracy, of equal ones the newest; None if none has an accuracy."""
+    """Return the checkpoint with the best test accuracy, of equal ones the newest; None if no accuracy is known."""
     rated = [checkpoint for checkpoint in checkpoints if checkpoint.test_accuracy is not None]
     return max(rated, key=lambda one: (one.test_accuracy, one.step, one.written_at), default=None)
 

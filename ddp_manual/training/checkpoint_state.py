@@ -116,7 +116,7 @@ def _corrupt_if_it_fails(path: Path) -> Iterator[None]:
     """Turn any exception of the body into CheckpointCorrupt: damaged bytes may raise anything."""
     try:
         yield
-    except Exception as error:  # torch has no common type for content that does not fit
+    except Exception as error:  # torch raises many types of errors
         raise checkpoint_files.corrupt(path, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 

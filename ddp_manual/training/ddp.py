@@ -42,7 +42,7 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> DistributedDataParall
 
 
 def unused_parameters(model: nn.Module, error: RuntimeError) -> TrainingFailed | None:
-    """Return an error that names the parameters without a gradient, if ``error`` is DDP's, raised one step later.
+    """Return an error that names the parameters without a gradient, if ``error`` is what DDP raises one step later.
 
     Returns:
         None for any other error.

@@ -36,7 +36,7 @@ class EpochPlan:
     """The steps of a whole run.
 
     Args:
-        samples: in one epoch.
+        samples: the number of samples in one epoch.
         batch: samples of a step, over all ranks; the last step of an epoch takes what is left.
     """
 

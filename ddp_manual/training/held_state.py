@@ -1,7 +1,7 @@
 """The state of a training in memory that the agent holds: one worker writes it after a step, the next one reads it.
 
 A state is any tree of dictionaries, lists, tuples, numbers, texts and tensors. Its tensors stand one after the other in
-the memory, and a text in JSON describes the rest; so reading a state runs no code of it.
+the memory, and a text in JSON describes the rest; so reading a state never runs code.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Holder:
 
     Args:
         generation: that of the world to which this rank belongs.
-        every: steps between two states; 0: so many that holding takes a hundredth of the time.
+        every: steps between two states; 0: so many that holding takes at most a hundredth of the time.
         place: that of this rank. Any rank's state serves all ranks, so on a host without memory for the states of all
             its ranks only the first of them holds its state.
     """

@@ -19,7 +19,7 @@ class LearningRate:
     """The learning rate by the number of samples seen.
 
     Args:
-        samples: in one epoch.
+        samples: the number of samples in one epoch.
     """
 
     config: TrainConfig

@@ -194,7 +194,7 @@ def _build_own(name: str, shape: Shape, classes: int) -> nn.Module:
         model.register_state_dict_post_hook(_without_prefix)
         model.register_load_state_dict_pre_hook(_with_prefix)
     model = model.cpu()
-    if not isinstance(model, torch.jit.ScriptModule):  # it takes no hooks
+    if not isinstance(model, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
         model.register_forward_pre_hook(_in_rows)
     model.eval()  # so that the trial changes neither batch statistics nor random numbers
     with torch.no_grad():

@@ -30,7 +30,7 @@ class OwnData(Source):
 
     Each part is a pair of tensors or numpy arrays, images uint8 [N, C, H, W] (or grey, [N, H, W]) and labels int64 [N];
     or a dataset of ``torch.utils.data`` whose items are pairs: an image, either Pillow's or such a tensor, and a label.
-    A part's ``classes`` name the labels; without that, their numbers are the names. The factory may leave out the
+    A part's attribute ``classes`` names the labels; without it their names are numbers. The factory may leave out the
     argument ``data_dir``, a pathlib.Path. The first rank of a host calls it before the others: it may download.
 
     random, numpy and torch are seeded before the factory is called, so that every rank and every start of a run gets

@@ -162,8 +162,8 @@ def _add_nested(state: State, name: str, found: Any, *, sharded: bool = False) -
 def digest(values: Sequence[Value]) -> int:
     """Return 64 bits that depend on every bit of the values and on their places.
 
-    Values of different bits may be equal (0.0 and -0.0, or two bit patterns of NaN), so different
-    digests do not prove different values.
+    Values of different bits may be equal (0.0 and -0.0, or two bit patterns of NaN), so different digests do not
+    prove different values.
     """
     hashed = hashlib.blake2b(digest_size=8)
     on_device: dict[torch.device, list[Tensor]] = {}

@@ -41,7 +41,7 @@ def agree_on_options(world: World, options: Mapping[str, tuple[Any, str]], run_d
     world.take_folder(found[0]["run_dir"], own=run_dir, chosen=chosen)
     for other in found[1:]:
         if differing := differing_options(found[0]["options"], other["options"]):
-            world.gather(None)  # then every agent knows the folder into which it writes this error
+            world.gather(None)  # afterwards every agent knows the folder into which it writes this error
             who = " ".join(other["who"].split()[:2])
             raise ConfigMismatch(
                 f"{other['who']} is to train with other options than rank 0: {', '.join(differing)}",

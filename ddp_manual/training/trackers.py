@@ -79,7 +79,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, summary: Mapping[str, Any] | None) -> None:
-        """Finish. ``summary`` is that of ``summary.json`` if the run is complete; None if it has stopped or failed."""
+        """Finish. ``summary`` is the content of ``summary.json``; None if the run has stopped or failed."""
 
 
 class Trackers:

@@ -83,7 +83,7 @@ class Trainer:
         self.learning_rate = LearningRate(config, self.world_size, samples)
         self.epoch_plan = EpochPlan(config, samples, self.world_size * self.batch_size)
         self.options = checkpoint_state.options_of(config, data_sets.train, data_sets.test)
-        # Batch statistics of no samples are an error, unless they are those of all ranks.
+        # Batch statistics of no samples are an error, unless sync_bn computes them over all ranks.
         self._fewest_samples = 0 if config.sync_bn and self.world_size > 1 else fewest_samples
         self._world, self._progress = world, world.progress
         self.is_stopped = False
@@ -130,14 +130,14 @@ class Trainer:
             return
         began = time.perf_counter()
         version, words, gauss = random.getstate()
-        generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # 625 numbers as one
+        generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # one tensor for 625 numbers
         state = {**checkpoint_state.state_of(self), "random": {"python": generator}}
         state["options"] = {}  # all ranks know them
         if not self._holder.hold(position.step, state):
             self._holder = None
             return
         seconds = time.perf_counter() - began
-        # The least of all: the first two take longer, to get their memory, which is no reason to hold less often.
+        # The least of all times: the first two holds also allocate memory, which is no reason to hold less often.
         self.meter.hold_seconds = min(seconds, self.meter.hold_seconds or seconds)
 
     @property
