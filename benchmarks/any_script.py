@@ -39,7 +39,7 @@ SIDES = {"launch": launch, "torchrun": torchrun}
 
 
 def first_steps(row: Row, repetitions: int) -> dict[str, list[float]]:
-    """Return the seconds from Enter to the first step, started in turn."""
+    """Return each side's seconds from Enter to the first step; the sides are started in turn."""
 
     def seconds(command: list[str]) -> float:
         return until_first_step([command], REPOSITORY, lambda printed: b"first step" in printed)
@@ -49,10 +49,10 @@ def first_steps(row: Row, repetitions: int) -> dict[str, list[float]]:
 
 
 def steps_per_second(row: Row, repetitions: int) -> dict[str, list[float]]:
-    """Return the steps per second of blocks that two running jobs take in turn.
+    """Return each side's steps per second, by blocks of steps that the two running jobs take in turn.
 
     Raises:
-        ClickException: one of them has failed.
+        ClickException: one of the jobs has failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         turns = Path(folder, "turns")

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.measuring import free_port, interleave, machine
 from ddp_manual.worker.collective_recorder import Recorder
 
-# Of a step: DDP's all-reduce in the backward pass, and one of a loss.
+# Per step: DDP's all-reduce in the backward pass, and an all-reduce of the loss.
 COLLECTIVES = 2
 
 

@@ -3,8 +3,8 @@
 python -m benchmarks.coordinator_process RANKS NONCE [TOKEN]
 
 It answers the line "port" with its port, "figures" with its CPU seconds, bytes of memory and open files, and every
-other line with the CPU seconds it has used. At "join" it also connects as rank 0's own agent, which at "finish" has
-finished. It ends when its input ends. ``hosted`` starts it.
+other line with the CPU seconds it has used. At "join" it also connects as rank 0's own agent; at "finish" that
+agent says that rank 0 has finished. It ends when its input ends. ``hosted`` starts it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Tell = Callable[[str], str]
 
 @contextmanager
 def talking_to(module: str, *arguments: str) -> Iterator[Tell]:
-    """Run a module of this folder while the body runs."""
+    """Run a module of this folder while the body runs; yield the function that sends it lines."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     to, of = process.stdin, process.stdout
@@ -80,7 +80,7 @@ def talking_to(module: str, *arguments: str) -> Iterator[Tell]:
 
 @contextmanager
 def hosted(ranks: int, nonce: str, token: str | None) -> Iterator[tuple[int, Tell]]:
-    """Run a coordinator for ``ranks`` ranks; yields its port, and the function to ask it for its CPU seconds."""
+    """Run a coordinator for ``ranks`` ranks; yield its port, and the function that asks it for its CPU seconds."""
     with talking_to("coordinator_process", str(ranks), nonce, *([token] if token else [])) as tell:
         yield int(tell("port")), tell
 

@@ -53,9 +53,9 @@ from ddp_manual.ranks_and_runs import LONGEST_TEXT, Beat, LastWords, RankInfo
 from ddp_manual.wire import encode
 
 WITHIN = 150.0
-# Seconds between two looks at all ranks, which take a while where there are thousands.
+# Seconds between two looks at all ranks: with thousands of ranks a look takes a while.
 LOOK_EVERY = 0.05
-# Of DDP with two buckets.
+# Collectives of DDP with two buckets.
 COLLECTIVES_A_STEP = 2
 
 
@@ -63,8 +63,8 @@ class Program:
     """A program whose collectives are recorded in memory, as a worker's are.
 
     Args:
-        ranks: of its process group.
-        call: what it calls; another program's chains differ.
+        ranks: the number of ranks in its process group.
+        call: the collective that it calls; a program with another call has other chains of checksums.
     """
 
     def __init__(self, ranks: int, call: str) -> None:
@@ -107,7 +107,7 @@ class CountedRank(SimulatedRank):
         self.crowd = crowd
         self.program = crowd.program
         self.here = b""
-        """What the last news say."""
+        """The last message of the kind ``news``, which says who is here."""
         self.welcomed = self.judged = self.may_close = False
 
     def send(self, line: bytes) -> None:
@@ -175,14 +175,14 @@ class CountedRank(SimulatedRank):
 
 
 class Observer:
-    """Asks for the run, as ``status`` does."""
+    """Asks the coordinator about the run, as ``status`` does."""
 
     def __init__(self, crowd: Crowd, port: int, *, stacks: bool) -> None:
         self.crowd = crowd
         self.answer = b""
         self.pieces: list[bytes] = []
         self.connection = socket.create_connection((LOOPBACK, port))
-        # At once: the coordinator waits 5 s for it, and 4,096 ranks that are behind with their heartbeats take longer.
+        # Sent at once: the coordinator waits 5 s for it, and the late heartbeats of 4,096 ranks would take longer.
         self.connection.recv(1 << 18)
         self.connection.send(encode(Seal(None).close(Look, "", Question("1", stacks=stacks))))
 
@@ -253,7 +253,7 @@ class Crowd:
     # -- the stages ---------------------------------------------------------------------------------------------------
 
     def half(self) -> None:
-        """Every second rank joins, and all of these hear who is missing."""
+        """Every second rank joins, and all that have joined hear who is missing."""
         self._join([rank for rank in self.ranks if rank.rank % 2 == 0])
 
     def rest(self) -> None:
@@ -263,17 +263,17 @@ class Crowd:
         self._join(others)
 
     def wait(self) -> None:
-        """Nothing happens for two heartbeats, or a second."""
+        """Nothing happens for two heartbeats, at least a second."""
         until = time.monotonic() + max(1.0, 2 * self.period)
         self.run(lambda: time.monotonic() > until)
 
     def begin(self) -> None:
-        """The last rank joins, and all have their places."""
+        """The last rank joins, and all ranks get their places."""
         self._connect(self.ranks[-1:])
         self.run(lambda: all(rank.placed for rank in self.ranks))
 
     def work(self) -> None:
-        """All train, for at least three heartbeats, or two seconds."""
+        """All ranks train for three heartbeats, at least two seconds."""
         if not self.working:
             self.working, self.began = True, time.monotonic()
         until = time.monotonic() + max(2.0, 3 * self.period)
@@ -286,7 +286,7 @@ class Crowd:
         self._look(stacks=True)
 
     def differ(self) -> None:
-        """A rank calls another collective from now on, and all learn which."""
+        """One rank calls another collective from now on, and all ranks learn which."""
         odd = self.ranks[-1]
         odd.program = Program(self.order.ranks, "broadcast float32[13]")
         odd.program.go_on(self.program.step)
@@ -294,7 +294,7 @@ class Crowd:
         self.run(lambda: all(rank.judged for rank in self.ranks))
 
     def fail(self) -> None:
-        """A rank fails with a long traceback, and all learn why."""
+        """One rank fails with a long traceback, and all ranks learn why."""
         words = LastWords("training-failed", "RuntimeError", "x" * LONGEST_TEXT, "", 1)
         self.ranks[-1].send(encode(Failed(words)))
         self.run(lambda: all(rank.judged for rank in self.ranks))
@@ -335,7 +335,7 @@ def main() -> None:
     order = Order(**json.loads(sys.stdin.readline()))
     allow_many_connections()
     crowd = Crowd(order)
-    gc.disable()  # its work grows with the ranks of a process, and a real process has one
+    gc.disable()  # its work grows with the ranks in a process, and a real process has one rank
     print("ready", flush=True)
     for line in sys.stdin:
         crowd.forget_counts()

@@ -3,8 +3,8 @@
 python -m benchmarks.faults                                # as root, since hosts are network namespaces
 python -m benchmarks.faults --only 3 --json faults.json    # once more; the other faults stay as they are in the file
 
-Three ranks are typed on three hosts. A fault counts from the moment at which the last command was typed or, in a
-training, at which the rank went wrong. What has not ended after 60 s is ended, and is "-" in the table.
+Three ranks are typed on three hosts. Seconds count from the moment at which the last command was typed or, in a
+training, at which the rank went wrong. A rank that has not ended after 60 s is ended, and is "-" in the table.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tests.hosts.hosts import Host, Network, remove_leftovers, why_not
 
 HOSTS = 3
 PORT = 29500
-# Until the rank that goes wrong is there, on a machine that does other things too.
+# Seconds until the rank that is to go wrong has gone wrong, on a busy machine.
 STARTED_WITHIN = 180.0
-# Between two ranks of which the order matters.
+# Seconds between two commands whose order matters.
 APART = 3.0
 READ_WITHIN = 5.0
 LOOK_EVERY = 0.05
@@ -50,9 +50,9 @@ class Command:
     world_size: int = HOSTS
     port: int = PORT
     arguments: tuple[str, ...] = ()
-    """Of the script."""
+    """The arguments of the script."""
     options: tuple[str, ...] = ()
-    """Of ours."""
+    """The options of ``ddp-manual run``."""
 
 
 def torchrun(command: Command, master: str) -> list[str]:
@@ -61,8 +61,8 @@ def torchrun(command: Command, master: str) -> list[str]:
 
 
 def accelerate(command: Command, master: str) -> list[str]:
-    # --multi_gpu: without it one process is started, without RANK; the script itself chooses the CPU. The two values
-    # that follow are those it would warn to have chosen itself.
+    # --multi_gpu: without it one process is started, without RANK; the script itself chooses the CPU. Without the two
+    # options that follow, accelerate would warn that it has chosen their values itself.
     words = ["accelerate", "launch", "--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
     number = str(command.world_size)
     words += ["--num_machines", number, "--num_processes", number, "--machine_rank", str(command.rank)]
@@ -88,12 +88,12 @@ class Fault:
     commands: tuple[Command, ...] = ALL
     """One for each host, in the order in which they are typed."""
     arguments: tuple[str, ...] = ()
-    """Of the script, on every host."""
+    """The arguments of the script, on every host."""
     prepare: Callable[[Sequence[Host]], None] = lambda hosts: None
     pause: float = 0
     """Seconds between two commands."""
     time_limit: bool = False
-    """Whether collectives get a time limit: by the script, which is the only way that torchrun knows, or by ours."""
+    """Whether collectives get a time limit: from ``ddp-manual run``, under other launchers from the script."""
 
 
 def goes_wrong(fault: str) -> tuple[str, ...]:
@@ -169,14 +169,14 @@ def start(*words: object, place: tuple[str, str], **env: str) -> Terminal:
 
 
 def provoke(fault: Fault, program: str, seconds: float) -> list[dict[str, Any]]:
-    """Provoke a fault; returns for each host what was typed, printed and returned, and after how many seconds."""
+    """Provoke a fault; return for each host what was typed, printed and returned, and after how many seconds."""
     network = Network(1, HOSTS, ipv4=True, ipv6=False)
     typed: list[str] = []
     terminals: list[Terminal] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             network.add()
-            for host in network.hosts:  # otherwise each finds itself at 127.0.1.1, and bare gloo does not work at all
+            for host in network.hosts:  # otherwise a host has the address 127.0.1.1, and bare gloo does not work at all
                 host.resolve(host.name, host.address)
             fault.prepare(network.hosts)
             moment = Path(folder, "moment")
@@ -210,7 +210,7 @@ def words_for(program: str, fault: Fault, command: Command, master: str, moment:
 
 
 def moment_of(fault: Fault, terminals: Sequence[Terminal], moment: Path) -> float:
-    """Wait for the fault; returns when it was."""
+    """Wait for the fault; return its time."""
     if not fault.arguments:
         return terminals[-1].typed
     until = time.monotonic() + STARTED_WITHIN

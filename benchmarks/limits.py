@@ -5,8 +5,8 @@ python -m benchmarks.limits
 The coordinator is the real one, in a process that also has the connection of rank 0's own agent and does nothing else.
 A second process simulates all other ranks, 8 per host: each is a TCP connection that speaks the real messages. Only the
 processor time of the coordinator's process counts, so other processes on the machine hardly change it. For more ranks
-than were measured the figures are computed: what belongs to one rank or one message stays the same, for all else there
-is a straight line through the two largest sizes or, for what grows faster than in proportion, the power of N through
+than were measured the figures are computed: a figure of one rank or one message stays the same; any other follows the
+straight line through the two largest sizes or, if it grows faster than in proportion, the power of N through
 them.
 """
 
@@ -28,13 +28,13 @@ from benchmarks.simulated_ranks import Order, allow_many_connections, run_info
 from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
 
 COMPUTED_FOR = (16_384, 100_000)
-# An exponent of growth above this is not a straight line.
+# A figure that grows with a higher power of N than this is computed by that power, not by a straight line.
 IN_PROPORTION = 1.25
-# The units of what belongs to one rank or one message.
+# The units of figures of one rank or one message.
 OF_ONE = ("bytes", "us", "KB")
 
 Figures = dict[str, float]
-"""What is measured -> its value."""
+"""The name of a figure -> its value."""
 
 
 class Stages:
@@ -81,7 +81,7 @@ def measure(ranks: int, *, stacks: bool, runs: Sequence[str] = ("differ", "fail"
 
     Args:
         stacks: whether to ask for the stacks of all ranks too.
-        runs: how the runs end; the first one is measured from its start.
+        runs: how each run ends; the first run, which ends with "differ", is measured in all its stages.
     """
     figures: Figures = {}
     with run_of(ranks) as stage:
@@ -161,7 +161,7 @@ def table(found: Mapping[int, Figures]) -> Iterator[str]:
     yield f"| ranks | {' | '.join(columns)} | power of N |\n|{'---|' * (len(columns) + 2)}"
     for name in found[sizes[-1]]:
         values = [found[size][name] for size in sizes]
-        # What belongs to one rank or one message is the same for any number of them, up to noise.
+        # A figure of one rank or one message is the same for any number of them, up to noise.
         one = name.endswith(OF_ONE)
         cells = [*values, *(values[-1] if one else computed(sizes, values, size) for size in more)]
         yield f"| {name} | {' | '.join(map(shown, cells))} | {growth(sizes, values):.2f} |"

@@ -1,5 +1,5 @@
-"""Seconds from the loss of a rank until all train again: what the survivors take, and a newcomer who is typed at once;
-and what a survivor has of processes, threads, descriptors and memory after the first losses and after the last.
+"""Seconds from the loss of a rank until all ranks train again, if its agent replaces the worker, and if its
+command is typed again at once; and a survivor's processes, threads, descriptors and memory after first and last losses.
 
 python -m benchmarks.lost_ranks --data_dir data
 """
@@ -23,7 +23,7 @@ import psutil
 from benchmarks.measuring import free_port, machine
 from tests.seats import steps_done_of, worker_below
 
-# What a newcomer's spare imports before it can fork a worker.
+# What the spare of a newly typed rank imports before it can fork a worker.
 IMPORTS = "from ddp_manual.training import program"
 
 
@@ -52,7 +52,7 @@ class Ranks:
         if rank:
             self.processes[rank].wait()
             self.processes[rank] = self.start(rank)
-        self.until_a_step_after(done + 1)  # one may have been on its way
+        self.until_a_step_after(done + 1)  # one step may have been under way
         return time.monotonic() - began
 
     def end(self) -> None:
@@ -62,7 +62,7 @@ class Ranks:
 
 
 def taken_by(agent: psutil.Process) -> list[str]:
-    """What a rank takes of the machine: its agent, spare and worker together."""
+    """Return what a rank takes of the machine, its agent, spare and worker together: the columns of the table."""
     processes = [agent, *agent.children(recursive=True)]
     memory = [process.memory_full_info().pss / 1e6 for process in processes]
     counts = (

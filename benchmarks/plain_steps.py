@@ -18,7 +18,7 @@ LOOK_EVERY = 0.002
 
 
 def wait_for_turn(turns: Path, me: int) -> None:
-    """Wait until an even (0) or odd (1) number of blocks is done."""
+    """Wait until the number of blocks that are done is even (``me`` 0) or odd (1)."""
     while len(turns.read_bytes()) % 2 != me:
         time.sleep(LOOK_EVERY)
 

@@ -1,5 +1,5 @@
-"""CPU milliseconds of a rank per ``check_replicas``, of two ranks that agree, for the default ConvNet and for models of
-100 MB: other processes of the machine change them less than seconds of a clock.
+"""CPU milliseconds of a rank per ``check_replicas``, if two ranks agree, for the default ConvNet and models of 100 MB.
+It is CPU time, because other processes of the machine change that less than elapsed time.
 
 python -m benchmarks.replicas
 """
@@ -48,7 +48,7 @@ def megabytes(model: nn.Module, optimizer: Optimizer) -> float:
 
 
 def timed(action: Callable[..., None], *arguments: object) -> float:
-    """Return CPU milliseconds of this process, from a moment at which all ranks begin."""
+    """Return the CPU milliseconds of ``action`` in this process; all ranks begin it at the same moment."""
     dist.barrier()
     started = time.process_time()
     action(*arguments)

@@ -3,8 +3,8 @@
 python -m benchmarks.rollcall
 
 The coordinator is the real one, in a process without torch. In a second process one thread simulates all ranks, 8 per
-host, which join at the same time. The floor has the same two processes: torch's store in one, and a client per rank in
-the other.
+host, which join at the same time. The floor is torch's TCPStore, also in two processes: the store in one, a client
+per rank in the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIDES = ("floor", "roll call", "roll call, token")
 
 @contextmanager
 def store() -> Iterator[int]:
-    """Host a TCPStore of torch in this process; yields its port."""
+    """Host a TCPStore of torch in this process; yield its port."""
     from torch.distributed import TCPStore
 
     hosts = TCPStore(LOOPBACK, 0, None, True, CONNECT_TIMEOUT, wait_for_workers=False)

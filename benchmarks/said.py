@@ -1,4 +1,4 @@
-"""The lines that matter of what torchrun, accelerate and ours have printed, and the table of benchmarks/faults.py."""
+"""Pick the lines that matter from the output of torchrun, accelerate and ddp-manual; table for benchmarks/faults.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LONGEST = 400
-# Of torch's loggers in C++ and in Python, and of its excepthook.
+# The prefixes of torch's loggers in C++ and in Python, and of its excepthook.
 PREFIX = re.compile(r"^(\[rank\d+\]:\s?|\[[A-Z]\d{4} [\d:.]+ [\w.]+:\d+\] |[A-Z]\d{4} [\d:.]+ \d+ \S+\] )")
 SOURCE = re.compile(r"\[/\S+:\d+\] ")
 EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit)\b.*?: ")
-# The hosts of the benchmark have no names for addresses; and errors of the launcher, which its own summary follows.
+# Warnings since the hosts here have no names for addresses; and errors of the launcher, whose own summary follows.
 UNIMPORTANT = re.compile(r"hostname of the client socket|ChildFailedError|failed \(exitcode")
 OUR_STATE = re.compile(r"waiting for|nothing listens|no answer|.*cannot|.*is not heard")
 
@@ -35,7 +35,7 @@ def of_torch(lines: Sequence[Said]) -> list[Said]:
 
 
 def of_ours(lines: Sequence[Said]) -> list[Said]:
-    """Return the error, otherwise each state that a rank waits in; with the reason and the advice below it."""
+    """Return the error or, without one, each state in which a rank waits; with the reason and the advice below it."""
     told: list[Said] = []
     for place, (at, line) in enumerate(lines):
         text = re.sub(r"^\[rank \d+\] | \(\d+ s of \d+ s\)", "", line)
@@ -51,7 +51,7 @@ def of_ours(lines: Sequence[Said]) -> list[Said]:
 
 
 def advice(below: Sequence[str]) -> list[str]:
-    """Return what a rank that waits advises: its first command, and what may be wrong otherwise."""
+    """Return the advice of a rank that waits: the first command to type, and what else may be wrong."""
     if not below or not below[0].endswith("to start what is missing:"):
         return []
     return [

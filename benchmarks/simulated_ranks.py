@@ -75,7 +75,7 @@ def allow_many_connections() -> None:
 
 
 def run_info(world_size: int) -> RunInfo:
-    """Return the description of a run, as a training gives it."""
+    """Return the description of a run as a training has it."""
     return RunInfo(
         run_id="benchmark",
         run_dir="runs/benchmark",
@@ -137,7 +137,7 @@ def ready_of(info: RankInfo) -> Ready:
 
 
 class SimulatedRank:
-    """Sends at once what an agent sends when its worker has loaded torch."""
+    """Sends at once what an agent sends only after its worker has loaded torch."""
 
     def __init__(self, info: RankInfo, order: Order) -> None:
         self.rank = info.rank
@@ -266,7 +266,7 @@ def main() -> None:
         ask_for_no_names()
     else:
         ranks = [SimulatedRank(info, order) for info in rank_infos(order.ranks)]
-    gc.disable()  # its work grows with the ranks of a process, and a real process has one
+    gc.disable()  # its work grows with the ranks in a process, and a real process has one rank
     print("ready", flush=True)
     sys.stdin.readline()
     if order.side == "floor":

@@ -36,7 +36,7 @@ def environment(tree: Path) -> dict[str, str]:
 
 
 def until_first_step(commands: Sequence[Sequence[str]], tree: Path, stepped: Callable[[bytes], bool]) -> float:
-    """Start the commands, wait until ``stepped`` of their output is true, and end them; returns the seconds."""
+    """Start the commands, wait until ``stepped(output)`` is true, and end them; return the seconds."""
     env = environment(tree)
     with tempfile.TemporaryFile() as output:
         started = time.perf_counter()

@@ -25,7 +25,7 @@ def environment(world_size: int, rank: int, port: int) -> dict[str, str]:
 
 
 def run_ranks(command: list[str], world_size: int) -> str:
-    """Run a command as every rank of a world; returns rank 0's stdout."""
+    """Run a command as every rank of a world; return rank 0's stdout."""
     port = free_port()
     ranks = [
         subprocess.Popen(
@@ -57,7 +57,7 @@ def ours(world_size: int, data_dir: str) -> float:
 
 
 def unpacked(data_dir: str, folder: str) -> str:
-    """Copy MNIST unpacked into ``folder``, since torchvision reads only unpacked files; returns ``folder``."""
+    """Copy MNIST unpacked into ``folder``, since torchvision reads only unpacked files; return ``folder``."""
     from torchvision.datasets.utils import extract_archive
 
     raw = Path(folder, "MNIST", "raw")

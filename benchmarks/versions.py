@@ -32,7 +32,7 @@ MEMORY = ("--model", "mlp", "--batch_size", "500")
 
 
 def train(tree: Path, data_dir: str, ranks: int, options: tuple[str, ...]) -> tuple[float, float]:
-    """Train one epoch of MNIST with the code of ``tree``; returns samples per second and the peak memory in MB."""
+    """Train one epoch of MNIST with the code of ``tree``; return samples per second and the peak memory in MB."""
     with tempfile.TemporaryDirectory() as folder:
         run = [
             *("--epochs", "1"),
@@ -71,7 +71,7 @@ def main(before: str, data_dir: str, repetitions: int) -> None:
     click.echo(machine())
     trees = {"now": REPOSITORY, "before": Path(before).resolve()}
     with tempfile.TemporaryDirectory() as folder:
-        # Data of its own for each checkout: a later one may keep a cache beside them.
+        # Each checkout has its own copy of the data: a later version may keep a cache beside them.
         data = {name: f"{folder}/{name}" for name in trees}
         for name, tree in trees.items():
             shutil.copytree(Path(data_dir, "MNIST", "raw"), Path(data[name], "MNIST", "raw"))

@@ -18,7 +18,7 @@ FOLDER = "DDP_MANUAL_BENCHMARK_FOLDER"
 
 
 def work() -> None:
-    """Be the worker, in place of the usual one; the agent has started this process."""
+    """Run as the worker, in place of the usual program; the agent has started this process."""
     from ddp_manual.worker.reporter import Reporter
 
     run, name = Reporter._run, next(word for word in sys.argv if word.startswith("rank="))

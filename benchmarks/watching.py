@@ -26,7 +26,7 @@ from benchmarks.simulated_ranks import Order
 
 RANKS = 2
 STARTED_WITHIN = 120.0
-# Seconds after the start that are not measured: some work is done only then.
+# Seconds after the start that are not measured, because some work is done only in them.
 SETTLE = 3.0
 
 
@@ -71,7 +71,7 @@ def training(seconds: float, data_dir: str | None) -> dict[str, float]:
 
 
 def _appears(file: Path, processes: list[subprocess.Popen[bytes]]) -> bool:
-    """Wait for the first line of ``file``; returns False if a process ends before that, or after STARTED_WITHIN."""
+    """Wait for the first line of ``file``; return False if a process ends before that, or after STARTED_WITHIN."""
     deadline = time.monotonic() + STARTED_WITHIN
     while not file.exists() or not file.read_text():
         if time.monotonic() > deadline or any(process.poll() is not None for process in processes):

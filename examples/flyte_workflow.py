@@ -1,6 +1,6 @@
 """Training as tasks of a workflow engine: https://flyte.org. First: pip install -e '.[flyte]'
 
-On this machine, without an engine; without hyperparameters.json, with the default options:
+On this machine, without an engine (leave out hyperparameters.json to take the default options):
     python examples/flyte_workflow.py hyperparameters.json
 On a cluster:
     pyflyte run --remote examples/flyte_workflow.py training --config '{"epochs": 3, "lr": 0.05}'
@@ -36,8 +36,8 @@ class Trained(NamedTuple):
 
 @task(requests=Resources(cpu="1", mem="2Gi"))
 def prepare_data(config: TrainConfig) -> FlyteDirectory:
-    """Download or draw the data before there are any ranks, on a machine without GPUs that would wait."""
-    from ddp_manual.training.datasets import source_of  # imports torch, which registering the tasks does not need
+    """Download or draw the data before the ranks start, on a machine without GPUs, so that no GPU waits for it."""
+    from ddp_manual.training.datasets import source_of  # here: it imports torch, without which tasks can be registered
 
     source_of(config).prepare()
     return FlyteDirectory(config.data_dir)

@@ -3,8 +3,8 @@
 ddp-manual run --world_size 2 --rank 0 --on_loss wait --run_dir runs/own examples/own_training.py
 ddp-manual run --world_size 2 --rank 1 --on_loss wait --run_dir runs/own examples/own_training.py
 
-Ctrl-C at one rank stops all after the same step, with a checkpoint: the same commands go on from it. Where a rank is
-killed, type its command again: all go on from the step that was done last.
+Ctrl-C at one rank stops all ranks after the same step, with a checkpoint: the same commands go on from it. If a rank is
+killed, type its command again: all ranks go on after the last step that is held.
 """
 
 import sys
@@ -39,8 +39,8 @@ with ddp_manual.join() as world:
                 torch.save(state, checkpoint.with_suffix(".new"))
                 checkpoint.with_suffix(".new").replace(checkpoint)
 
-    torch.manual_seed(world.rank)  # such as for dropout: each rank gets its own stream back
-    step = ddp_manual.held(model, optimizer, per_rank=torch.set_rng_state)  # where a rank was lost
+    torch.manual_seed(world.rank)  # for dropout, for example; ``held`` gives each rank its own stream back
+    step = ddp_manual.held(model, optimizer, per_rank=torch.set_rng_state)  # None unless a rank was lost
     if step is None and checkpoint.exists():
         saved = torch.load(checkpoint, map_location=world.device, weights_only=True)
         model.load_state_dict(saved["model"])

@@ -1,4 +1,4 @@
-"""The serial MNIST script with its five changes: one rank per GPU of this machine, or two ranks on the CPU.
+"""The serial MNIST script with its five changes for DDP: one rank per GPU of this machine, or two ranks on the CPU.
 
 python examples/spawned_ranks.py
 

@@ -1,1 +1,1 @@
-"""What the ranks do once they have met. Knows nothing of stores or sockets."""
+"""The training that the ranks do once they have met. This package uses neither stores nor sockets itself."""

@@ -1,7 +1,7 @@
-"""``check_replicas``: whether all ranks have the same parameters and optimizer state, as DDP takes for granted.
+"""``check_replicas``: whether all ranks have the same parameters and optimizer state, which DDP takes for granted.
 
-When they agree it costs a digest, computed where the tensors are, and one all-reduce of a few numbers. Only if digests
-differ do the ranks find out what differs, where, and on which of them.
+If the ranks agree, a check costs one digest, computed on the tensors' own device, and one all-reduce of a few numbers.
+Only if the digests differ do the ranks find out what differs, where, and on which ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ddp_manual.wording import as_ranges, counted, in_words
 
 logger = logging.getLogger(__name__)
 
-# Values that are compared at a time: 8 MB.
+# Values that are compared at a time: 8 MB of float64 or int64.
 PIECE = 1 << 20
 MOST_NAMED = 5
 
@@ -44,23 +44,23 @@ def check_replicas(
 ) -> None:
     """Compare parameters, buffers and optimizer state of all ranks; a collective, to call between two steps.
 
-    NaN equals NaN, and 0.0 equals -0.0. Sharded tensors (FSDP, DTensor, ZeroRedundancyOptimizer) are no replicas, and
-    are left out, with a warning; so are running statistics of normalisation, and buffers that DDP copies from rank 0
-    before each forward pass. Without a process group, or alone in it, a rank has nothing to compare.
+    NaN equals NaN, and 0.0 equals -0.0. Sharded tensors (FSDP, DTensor, ZeroRedundancyOptimizer) are no replicas: they
+    are left out, with a warning. Running statistics of normalisation layers, and buffers that DDP copies from rank 0
+    before each forward pass, are left out without one. A rank without other ranks has nothing to compare.
 
     Args:
         model: with or without its DDP wrapper.
         optimizer: its state may not exist yet.
-        tolerance: by how much floating-point values may differ, as a part of the largest one of their tensor; 0 is bit
+        tolerance: how much floating-point values may differ, as a part of the largest value in their tensor; 0 is bit
             for bit. None: 0 on CPUs; if any rank computes on a GPU, the square root of the dtype's ``eps`` (3.5e-4 for
             float32), because GPUs of several kinds round differently, and rounding adds up over the steps.
         step: how many steps are done, for the message.
         group: the ranks to compare. None: those of the DDP wrapper, otherwise all.
 
     Raises:
-        ReplicasDiffer: on every rank alike; names the first value that differs. Also if ranks have other parameters.
+        ReplicasDiffer: on every rank alike; names the first difference. Also if ranks have different parameters.
         BadOption: a tensor is sparse, quantized, on the meta device or not initialized; on every rank alike. Or the
-            tolerance is no number of at least 0.
+            tolerance is negative, infinite or NaN.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise BadOption(
@@ -90,26 +90,26 @@ class _Comparison:
     """One comparison of ``state`` over the ranks of a group.
 
     Args:
-        when: goes behind what differs, such as ", after step 400".
+        when: follows the difference in the message, such as ", after step 400".
     """
 
     def __init__(self, state: State, group: dist.ProcessGroup | None, when: str) -> None:
         self.state, self.group, self.when = state, group, when
         self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.own = dist.get_rank(group)
-        # The same on every rank, wherever its model is.
+        # The device for collectives: the same on every rank, even if their models are on devices of several kinds.
         kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
         self.device = torch.device("cpu" if "cpu" in kinds else kinds[0])
 
     def run(self, tolerance: float | None) -> None:
-        """Compare; raise what ``check_replicas`` says."""
+        """Compare the ranks; raise the errors that ``check_replicas`` lists."""
         state = self.state
         structure = replica_digests.digest([Value("", number=json.dumps(state.structure()))])
         values = 0 if state.refused else replica_digests.digest(state.values)
         on_gpu = any(value.tensor is not None and value.tensor.device.type != "cpu" for value in state.values)
-        # The bits of a float64 that is not negative are in its order.
+        # Read as int64, the bits of non-negative float64 numbers have the order of the numbers: MAX finds the largest.
         wanted = -1 if tolerance is None else struct.unpack("<q", struct.pack("<d", tolerance + 0.0))[0]
-        # All are equal if the largest is the smallest; ~x is largest where x is smallest.
+        # All ranks have the same x if the largest x is the smallest: ~x is largest on the rank where x is smallest.
         own = [structure, ~structure, values, ~values, int(bool(state.refused)), int(on_gpu), wanted]
         shared = torch.tensor(own, dtype=torch.int64, device=self.device)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.group)
@@ -123,7 +123,7 @@ class _Comparison:
             self._find_difference(given, on_gpu=bool(on_gpu))
 
     def _find_difference(self, tolerance: float | None, *, on_gpu: bool) -> None:
-        """Compare value by value, in order; return if all that differs are bits of values that count as equal."""
+        """Compare value by value, raise at the first difference; return if only bits of equal values differ."""
         own = torch.tensor([replica_digests.digest([value]) for value in self.state.values], device=self.device)
         ranks = torch.stack(ddp.all_gather(own, self.group)).cpu()
         differing = (ranks != ranks[0]).any(dim=0).nonzero().flatten().tolist()
@@ -146,11 +146,11 @@ class _Comparison:
             )
 
     def _compare_tensors(self, value: Value, reference: int, allowed: float, differing: Sequence[Value]) -> None:
-        """Raise ReplicasDiffer if a rank has other values than ``reference``; broadcasts the tensor of that rank.
+        """Raise ReplicasDiffer if a rank's values differ from those of rank ``reference``, which are broadcast.
 
         Args:
-            allowed: by how much values may differ, as a part of the largest one.
-            differing: all values of which some bits differ.
+            allowed: how much values may differ, as a fraction of the largest value on ``reference``.
+            differing: all values whose bits differ between ranks, for the message.
         """
         tensor = value.tensor
         assert tensor is not None
@@ -201,7 +201,7 @@ class _Comparison:
         )
 
     def _limit(self, tensor: Tensor, reference: int, allowed: float) -> float:
-        """Return by how much values may differ, the same on every rank: a part of the largest one on ``reference``."""
+        """Return how much values may differ, the same on every rank: ``allowed`` times the largest on ``reference``."""
         if not allowed or not (tensor.is_floating_point() or tensor.is_complex()):
             return 0.0
         largest = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -224,8 +224,8 @@ class _Comparison:
         )
 
     def _raise_other_structure(self, own: int) -> None:
-        """Raise ReplicasDiffer about ranks with other names, shapes or dtypes. The first rank of each kind sends its
-        list."""
+        """Raise ReplicasDiffer about ranks with other names, shapes or dtypes. Of the ranks with equal lists, the first
+        one sends its list."""
         kinds = torch.cat(ddp.all_gather(torch.tensor([own], device=self.device), self.group)).tolist()
         leaders = {kind: kinds.index(kind) for kind in kinds}
         leads = leaders[own] == self.own
@@ -260,9 +260,9 @@ class _Comparison:
         )
 
     def _leave_together(self) -> None:
-        """Wait until every rank knows what to raise: a rank that has left breaks collectives of those that have not.
+        """Wait until every rank knows what to raise: a rank that leaves earlier breaks the collectives of the others.
 
-        By then this rank knows it too, so that nothing is lost if even this one breaks.
+        This rank knows its error already, so nothing is lost if even this collective breaks.
         """
         with suppress(RuntimeError):
             ddp.to_host(torch.cat(ddp.all_gather(torch.zeros(1, device=self.device), self.group)))
@@ -276,20 +276,20 @@ class _Comparison:
 
 
 def default_tolerance(tensor: Tensor) -> float:
-    """Return the square root of a dtype's ``eps``: half of its digits. 0 for whole numbers."""
+    """Return the square root of the dtype's ``eps``, which keeps half of its digits; 0 for integers and bool."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     return math.sqrt(torch.finfo(tensor.dtype).eps)
 
 
 def _majority(found: Sequence[int]) -> list[int]:
-    """Return the ranks with what most of them have; of two that are as frequent, what the lower rank has."""
+    """Return the ranks that have the most frequent value; of equally frequent ones, that of the lowest rank."""
     most = max(found, key=lambda one: (found.count(one), -found.index(one)))
     return [rank for rank, one in enumerate(found) if one == most]
 
 
 def _place(tensor: Tensor, index: int) -> str:
-    """Return the place of a value as `` at [3, 7]``; "" where there is only one."""
+    """Return the place of a value as `` at [3, 7]``; "" for a tensor without dimensions."""
     places, rest = [], index // 2 if tensor.is_complex() else index
     for size in reversed(tensor.shape):
         places.append(rest % size)
@@ -298,7 +298,7 @@ def _place(tensor: Tensor, index: int) -> str:
 
 
 def _other_values(mine: Mapping[str, str], theirs: Mapping[str, str], those_have: str) -> list[str]:
-    """Say what names, shapes and dtypes a rank has that others have not, as in "ranks 0-1 have"."""
+    """List how a rank's names, shapes and dtypes differ from those of others; ``those_have``: "ranks 0-1 have"."""
     differences = [f"no {name}, which {those_have}" for name in theirs if name not in mine]
     differences += [f"{name}, which {those_have} not" for name in mine if name not in theirs]
     differences += [

@@ -2,7 +2,7 @@
 
 A checkpoint is ``step-00000120-1a2b3c4d.pt``, named after its step and the first digits of its SHA-256, so that no
 other content ever takes its place. Beside it is a ``.json`` that a person can read and that has the whole digest. Both
-files are on disk before either takes its name, the ``.json`` last: where it is, the ``.pt`` was written whole.
+files are on disk before they get their names, the ``.json`` last: where that is, the ``.pt`` was written whole.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ AUTO = "auto"
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})\.(pt|json)")
 # A folder beside the checkpoints, for those that could not be read when the run went on from an earlier one.
 SET_ASIDE = "set-aside"
-# Another format keeps ``format`` and ``sha256_of_this``, so that a program that does not know it can tell.
+# Every later format keeps ``format`` and ``sha256_of_this``, so that an older program can tell that it is another one.
 FORMAT = 1
 
 Fault = CheckpointCorrupt | BadOption
-"""Why a checkpoint cannot be read: it is not what was written, or it may be and this process cannot read it now."""
+"""Why a checkpoint cannot be read: it is damaged, or it may be whole and this process cannot read it now."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One checkpoint as its description tells it.
+    """One checkpoint, as its ``.json`` describes it.
 
     Args:
-        path: of the ``.pt``.
+        path: the path of the ``.pt``.
         described: what the ``.json`` says; {} where it cannot be read.
         fault: what is wrong with the description, or None. ``check`` and ``read`` look at the content too.
     """
@@ -65,7 +65,7 @@ class Checkpoint:
 
     @property
     def test_accuracy(self) -> float | None:
-        """Of exactly these parameters: None within an epoch."""
+        """The test accuracy of exactly these parameters; None for a checkpoint within an epoch."""
         return self.described.get("test_accuracy")
 
 
@@ -89,7 +89,7 @@ def write(folder: Path, step: int, content: bytes, about: Mapping[str, Any]) -> 
         try:
             run_folder.replace_files({path: content, file: (text + "\n").encode()})
         except OSError:
-            # Without a description it is no checkpoint; on a full disk it would only take the room of the next one.
+            # A ``.pt`` alone is no checkpoint; on a full disk it would only take the room of the next one.
             if not file.exists():
                 path.unlink(missing_ok=True)
             raise
@@ -97,7 +97,7 @@ def write(folder: Path, step: int, content: bytes, about: Mapping[str, Any]) -> 
 
 
 def describe(path: Path) -> Checkpoint:
-    """Return a checkpoint by the path of its ``.pt``, without a look at its content."""
+    """Return the checkpoint whose ``.pt`` is ``path``; this reads only its ``.json``."""
     try:
         return Checkpoint(path=path, described=_description(path), fault=None)
     except (CheckpointCorrupt, BadOption) as fault:
@@ -108,7 +108,7 @@ def _description(path: Path) -> dict[str, Any]:
     file = path.with_suffix(".json")
     try:
         described: Any = json.loads(_content(path, file))
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets without end
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, or brackets nested too deeply
         raise corrupt(path, f"{file.name} is not JSON") from None
     if not isinstance(described, dict) or described.pop("sha256_of_this", None) != _digest_of(described):
         raise corrupt(path, f"{file.name} has been changed")
@@ -128,7 +128,7 @@ def _digest_of(described: Any) -> str:
 
 
 def check(checkpoint: Checkpoint) -> Fault | None:
-    """Read all of a checkpoint, and return what is wrong with it, if anything."""
+    """Read all of a checkpoint, and return what is wrong with it; None if it is whole."""
     try:
         read(checkpoint)
     except (CheckpointCorrupt, BadOption) as fault:
@@ -141,7 +141,7 @@ def read(checkpoint: Checkpoint) -> bytes:
 
     Raises:
         CheckpointCorrupt: it is not what was written.
-        BadOption: it may be whole, but cannot be read now; perhaps by another user, or after a mount.
+        BadOption: it may be whole, but cannot be read now; perhaps another user can, or this one after a mount.
     """
     if checkpoint.fault:
         raise checkpoint.fault
@@ -184,7 +184,7 @@ def _unreadable(path: Path, why: str) -> BadOption:
 
 
 def run_dir_of(path: Path) -> Path:
-    """Return the folder of the run that ``path``, a file of it or a folder, belongs to."""
+    """Return the folder of the run to which ``path`` belongs, a file or a folder in it."""
     folder = path if path.is_dir() else path.parent
     while not (below := RunPaths(folder).checkpoints).is_dir():
         if Path(os.path.abspath(folder)).name not in (below.name, SET_ASIDE):
@@ -200,8 +200,8 @@ def folder_of(path: Path) -> Path:
 
 
 def find(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a folder, newest first, even if one of the two files is lost; half-written ones do not
-    count."""
+    """Return the checkpoints of a folder, newest first. One that has lost one of its two files is among them; a
+    half-written one is not."""
     try:
         paths = {path.with_suffix(".pt") for path in folder.iterdir() if NAME.fullmatch(path.name)}
         paths -= _half_written(folder)
@@ -217,13 +217,13 @@ def find(folder: Path) -> list[Checkpoint]:
 
 
 def _half_written(folder: Path) -> set[Path]:
-    """Return each ``.pt`` whose description has yet to take its name: it is being written, or a kill came between."""
+    """Return each ``.pt`` whose ``.json`` has no final name yet: it is being written, or its writer was killed."""
     names = [name for _, name in run_folder.unfinished(folder) if NAME.fullmatch(name) and name.endswith(".json")]
     return {(folder / name).with_suffix(".pt") for name in names if not (folder / name).exists()}
 
 
 def newest_whole(folder: Path) -> tuple[Checkpoint, bytes] | None:
-    """Return the newest checkpoint that is what was written, and its content; warn of each newer one that is not.
+    """Return the newest checkpoint that is whole, and its content; warn of each newer one that is damaged.
 
     Returns:
         None if the folder has no checkpoint at all.
@@ -252,7 +252,7 @@ def newest_whole(folder: Path) -> tuple[Checkpoint, bytes] | None:
 
 
 def named(path: Path) -> tuple[Checkpoint, bytes]:
-    """Return what ``--resume path`` means: that file, by either of its names, or the newest of that folder.
+    """Return the checkpoint of ``--resume path`` and its content. In a folder that is the newest whole one.
 
     Raises:
         CheckpointMissing, CheckpointCorrupt, BadOption: there is none, or it is damaged, or cannot be read.
@@ -286,18 +286,18 @@ def _missing(path: Path, why: str) -> CheckpointMissing:
 
 
 def holds(folder: Path, step: int) -> bool:
-    """Tell whether there is a checkpoint of that step, as far as its description says."""
+    """Tell whether the folder has a checkpoint of ``step`` whose ``.json`` is intact; its content is not read."""
     return any(checkpoint.step == step and checkpoint.fault is None for checkpoint in find(folder))
 
 
 def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the best test accuracy, and the newest of several."""
+    """Return the checkpoint with the best test accuracy, of equal ones the newest; None if no accuracy is known."""
     rated = [checkpoint for checkpoint in checkpoints if checkpoint.test_accuracy is not None]
     return max(rated, key=lambda one: (one.test_accuracy, one.step, one.written_at), default=None)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all except the ``keep`` newest and the best. A checkpoint whose description cannot be read stays."""
+    """Remove all checkpoints except the ``keep`` newest and the best. One whose ``.json`` cannot be read stays."""
     found = [checkpoint for checkpoint in find(folder) if checkpoint.fault is None]
     for checkpoint in found[keep:]:
         if checkpoint is not best(found):
@@ -305,9 +305,9 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def rewind(folder: Path, step: int) -> None:
-    """Remove what comes after ``step``, from which the run goes on, and what a killed process has left half-written.
+    """Remove checkpoints after ``step``, from which the run goes on, and files that a killed process left half-written.
 
-    What cannot be read as it was written may be the only copy of something: it is set aside instead. Only the process
+    A checkpoint that cannot be read, or is damaged, may be the only copy: it is set aside instead. Only the process
     that holds the run's folder may call this.
     """
     for path in _half_written(folder):
@@ -326,7 +326,7 @@ def rewind(folder: Path, step: int) -> None:
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    """Remove the ``.pt`` first: a ``.pt`` without its description would pass for a damaged checkpoint and be kept."""
+    """Remove both files, the ``.pt`` first: a ``.pt`` without its description would be kept as a damaged checkpoint."""
     with writing(checkpoint.path, "--run_dir"):
         checkpoint.path.unlink(missing_ok=True)
         checkpoint.path.with_suffix(".json").unlink(missing_ok=True)
@@ -359,7 +359,7 @@ def check_run_dir(config: TrainConfig, *, may_go_on: bool = False) -> None:
     """Check that the run's folder can be made, if its name is known by now; on rank 0, before the ranks meet.
 
     Args:
-        may_go_on: whether this rank 0 may take the place of another one, whose run is in the folder.
+        may_go_on: whether this process may take the seat of an earlier rank 0, whose run is in the folder.
 
     Raises:
         CheckpointMissing: there is nothing at the path of ``--resume``.
@@ -379,7 +379,7 @@ def check_run_dir(config: TrainConfig, *, may_go_on: bool = False) -> None:
 
 
 def resumes_in(resume: str | None, run_dir: Path) -> bool:
-    """Tell whether the run in ``run_dir`` goes on; otherwise a new one begins there, with what another has learnt."""
+    """Tell whether the run in ``run_dir`` goes on; False: a new run begins there, perhaps from another's checkpoint."""
     if resume is None or resume == AUTO:
         return resume == AUTO
     return run_dir_of(Path(resume)).resolve() == run_dir.resolve()

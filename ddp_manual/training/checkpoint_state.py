@@ -1,7 +1,7 @@
-"""What a checkpoint holds, as bytes and back, and how a run goes on from it with the same state on every rank.
+"""The content of a checkpoint: packed, unpacked, and restored, so that all ranks go on with the same state.
 
-A checkpoint never holds code: it is read with ``weights_only=True``. Only rank 0 needs the file, and its ``--resume``
-counts. Rank 0 raises what is wrong with it (no file, a damaged one, another run's), and the other ranks learn it.
+A checkpoint never holds code: it is read with ``weights_only=True``. Only rank 0 needs the file, and only its
+``--resume`` counts. If the file is missing, damaged or another run's, rank 0 raises that, and the other ranks learn it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Another value of these makes another network, shows it other images, or changes which samples count as seen.
+# Options that a resumed run keeps: others make another network, show it other images, or change the samples seen.
 MUST_MATCH = ("model", "dataset", "image_size", "normalization", "seed", "sync_bn")
-# So do other data: see ``options_of``.
+# Properties of the data that it keeps for the same reasons: see ``options_of``.
 OF_THE_DATA = ("samples", "shape", "class_count")
 
 
@@ -48,7 +48,7 @@ class History:
 
     Args:
         evaluations: one after each epoch.
-        window: the steps that add up to the next line of metrics.
+        window: the sums so far for the next line of metrics.
     """
 
     evaluations: tuple[Evaluation, ...] = ()
@@ -58,13 +58,13 @@ class History:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Args:
         options: see ``options_of``.
         model: the network's state dict, without DDP's prefix.
-        optimizer: its state by parameter. Learning rate, momentum and the like are those of the options.
-        random: the state of rank 0's Python generator. Those of torch are seeded anew at each step.
+        optimizer: its state by parameter number. Learning rate, momentum and the like come from the options.
+        random: the state of rank 0's Python generator. torch's generators are seeded anew at each step.
     """
 
     position: Position
@@ -77,7 +77,7 @@ class Saved:
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
-    """Return what ``Saved`` has of a run as it is now. The tensors are those that it trains."""
+    """Return the fields of ``Saved`` for the run as it is now. The tensors are those in training, not copies."""
     return {
         "position": asdict(trainer.position),
         "history": asdict(trainer.history),
@@ -90,14 +90,14 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def pack(trainer: Trainer) -> bytes:
-    """Return the state as it is now; on rank 0, whose buffers count. All else is the same on all ranks."""
+    """Return the state as it is now, as bytes; on rank 0, whose buffers count. All else is the same on all ranks."""
     content = io.BytesIO()
     torch.save(on_cpu(state_of(trainer)), content)
     return content.getvalue()
 
 
 def on_cpu(state: Any) -> Any:
-    """Return the same with its tensors on the CPU, so that a machine without a GPU can read them."""
+    """Return ``state`` with its tensors on the CPU, so that a machine without a GPU can read them."""
     if isinstance(state, Tensor):
         return state.cpu()
     if isinstance(state, Mapping):
@@ -113,10 +113,10 @@ def unpack(path: Path, content: bytes) -> Saved:
 
 @contextmanager
 def _corrupt_if_it_fails(path: Path) -> Iterator[None]:
-    """Turn whatever the first wrong byte of a checkpoint leads to into CheckpointCorrupt."""
+    """Turn any exception of the body into CheckpointCorrupt: damaged bytes may raise anything."""
     try:
         yield
-    except Exception as error:  # torch words each misfit in its own way
+    except Exception as error:  # torch raises many types of errors
         raise checkpoint_files.corrupt(path, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 
@@ -132,7 +132,7 @@ def restore(path: Path, saved: Saved, network: nn.Module, optimizer: torch.optim
 
 
 def restore_state(saved: Saved, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put back what a network and an optimizer were, and the state of Python's generator."""
+    """Restore the state of the network, of the optimizer and of Python's generator."""
     network.load_state_dict(saved.model)
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": saved.optimizer, "param_groups": groups})
@@ -141,7 +141,7 @@ def restore_state(saved: Saved, network: nn.Module, optimizer: torch.optim.Optim
 
 
 def _check_shapes(state: Mapping[int, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Compare them here: torch takes any tensor for a parameter's momentum, and fails only in the next step."""
+    """Raise ValueError if a tensor, such as momentum, does not fit its parameter: torch fails only a step later."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, values in state.items():
         for name, value in values.items():
@@ -150,7 +150,7 @@ def _check_shapes(state: Mapping[int, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def options_of(config: TrainConfig, train: Split, test: Split) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the options and the data: all that makes the parameters, to compare later."""
+    """Return the options and properties of the data that decide the parameters; a checkpoint keeps them to compare."""
     kept = {
         field.name: getattr(config, field.name)
         for field in option_fields(TrainConfig)
@@ -163,10 +163,10 @@ def options_of(config: TrainConfig, train: Split, test: Split) -> dict[str, Any]
 
 @contextmanager
 def held_run_dir(config: TrainConfig, paths: RunPaths, *, again: bool) -> Iterator[None]:
-    """Make the run's folder, and keep it for this process while the body runs; on rank 0.
+    """Make the run's folder, and lock it for this process while the body runs; on rank 0.
 
     Args:
-        again: whether an earlier process of this run has made it.
+        again: whether an earlier process of this run has made the folder.
 
     Raises:
         BadOption: it cannot be used, holds an earlier run, or another process trains into it.
@@ -182,7 +182,7 @@ def resume(paths: RunPaths, trainer: Trainer) -> bool:
     """Give every rank the state of the checkpoint that rank 0's ``--resume`` means; a collective.
 
     Returns:
-        False if there is none: the run starts from the beginning.
+        True if the run goes on; False if there is no checkpoint: it starts from the beginning.
 
     Raises:
         CheckpointMissing, CheckpointCorrupt, CheckpointMismatch, BadOption: on rank 0.
@@ -229,7 +229,7 @@ def find_resumed(config: TrainConfig, paths: RunPaths) -> tuple[Checkpoint, byte
             try:
                 there = TrainConfig.from_file(str(paths.config))
                 differing = [name for name in MUST_MATCH if getattr(there, name) != getattr(config, name)]
-            except BadOption:  # its next step is to edit the file, which is the record of a run
+            except BadOption:  # not raised: it advises to edit the file, which is the record of a run
                 differing = ["options that cannot be read"]
             complete = paths.summary.exists()
             if complete or differing:

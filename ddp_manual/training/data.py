@@ -4,7 +4,7 @@ A data set is two tensors, uint8 images and int64 labels. A batch is gathered by
 (``data_memory``), all of its samples at once; nothing is decoded or transformed one sample at a time.
 
 The images are read into the cache once, a file of torch.save for each part of the data set, which every rank maps into
-memory. The ranks of a host then hold them once, in the kernel's page cache, and a second start reads nothing else.
+memory. The ranks of a host then share one copy, in the kernel's page cache, and a second start reads only the cache.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ DIGITS = tuple("0123456789")
 # Unicode's categories of control characters, of separators of lines and paragraphs, and of bytes that are not UTF-8.
 UNPRINTABLE = {"Cc", "Zl", "Zp", "Cs"}
 CACHE_FOLDER = ".ddp_manual_cache"
-# Raised whenever the layout of a cache changes, or what is read from the same files.
+# Raise it whenever the layout of a cache changes, or other images are read from the same files.
 CACHE_VERSION = 2
-# Seconds until a cache of files that have changed is removed. Ranks may have mapped it; on a network file system,
-# unlike on a disk, a rank would lose its pages with the file, and a SIGBUS would end it.
+# Seconds until the cache of earlier files is removed. Ranks of another run may have mapped it: on a network file
+# system, unlike on a disk, a rank loses its mapped pages together with the file, and SIGBUS ends the rank.
 OUTDATED_AFTER = 7 * 24 * 3600.0
 
 
@@ -54,9 +54,9 @@ class Split:
     Args:
         images: uint8 [N, C, H, W]; C is 1 for grey images, 3 for red, green and blue.
         labels: int64 [N], each an index into ``classes``.
-        classes: their names; what would break the line of a table or is not UTF-8 becomes an escape.
+        classes: the names of the classes; characters that break the line of a table or are not UTF-8 are escaped.
         digest: see ``digest_of``; empty if it has not been computed.
-        target: the device to which batches of images that stay in host memory go; None: they are where the images are.
+        target: where batches are copied to if the images stay in host memory; None: batches stay where the images are.
     """
 
     images: Tensor
@@ -78,21 +78,21 @@ class Split:
         return channels, height, width
 
     def in_the_order_of(self, classes: tuple[str, ...]) -> Split:
-        """Renumber the labels as indices into ``classes``: the same names in another order."""
+        """Return the split with labels that are indices into ``classes``: the same names in another order."""
         places = {name: place for place, name in enumerate(classes)}
         renumbered = torch.tensor([places[name] for name in self.classes])
         return replace(self, labels=renumbered[self.labels], classes=classes, digest="")
 
     @property
     def device(self) -> torch.device:
-        """Where its batches are."""
+        """The device of its batches."""
         return self.target or self.labels.device
 
     def batch(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return images, labels and numbers of ``samples``, which are numbers on the device of the images; all three
-        are on ``device`` then.
+        """Return the images, labels and numbers of ``samples``, all on ``device``. ``samples`` are on the device of
+        the images.
 
-        A copy to a GPU may go on while the next batch is gathered: torch uses pinned memory again only when it is done.
+        A copy to a GPU may still run while the next batch is gathered: torch reuses pinned memory only after the copy.
         """
         if self.target is None:
             return self.images[samples], self.labels[samples], samples
@@ -131,17 +131,17 @@ class Source(ABC):
     """
 
     mean: tuple[float, ...] | None = None
-    """Of the training set's pixels by channel, on the scale 0 to 1, as everybody rounds it; None: it is computed."""
+    """The mean of the training set's pixels by channel, 0 to 1, rounded as is usual; None: it is computed."""
     std: tuple[float, ...] | None = None
     verb = "read"
-    """What ``prepare`` does, for the line of a rank that waits for it."""
+    """What ``prepare`` does, as a verb: for the log, and for ranks that wait for it."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config, self.name, self.folder = config, config.dataset, Path(config.data_dir)
         self._in_memory: dict[str, Split] = {}
 
     def check(self) -> None:  # noqa: B027  # most data sets have nothing to check
-        """Check what takes no time, before the other ranks are waited for; raises what ``prepare`` would."""
+        """Check what takes no time, before the ranks meet; raise what ``prepare`` would raise."""
 
     def fetch(self) -> None:  # noqa: B027  # a user's own files are there, or not
         """Download the files that are not there yet."""
@@ -151,7 +151,7 @@ class Source(ABC):
         """Read the images of ``part`` from the files themselves."""
 
     def cache(self, part: str) -> DataCache | None:
-        """Return the cache for ``part`` of the files as they are now; None: it has none."""
+        """Return the cache for ``part`` of the files as they are now; None: this data set has no cache."""
         return None
 
     def prepare(self, parts: Sequence[str] = PARTS) -> None:
@@ -173,7 +173,7 @@ class Source(ABC):
 
     @property
     def without_cache(self) -> list[Split]:
-        """The parts that every rank reads for itself, because the cache that it should have could not be written."""
+        """The parts that each rank reads for itself, because their cache could not be written."""
         return [split for part, split in self._in_memory.items() if self.cache(part) is not None]
 
     def load(self, part: str) -> Split:
@@ -212,8 +212,8 @@ class DataCache:
     """The cache of one part of a data set.
 
     Args:
-        name: of the data set and the part, as it stands in the name of the file.
-        beside: the folder with the data. If it cannot be written, the file is in the user's folder for caches.
+        name: the data set and the part, as in the name of the file.
+        beside: the folder with the data. If that cannot be written, the cache is in the user's folder for caches.
         files: see ``digest_of_files``.
     """
 
@@ -224,12 +224,12 @@ class DataCache:
         self._paths = [folder / f"{name}-{files}.cache" for folder in folders]
 
     def load(self) -> Split | None:
-        """Map the file, if it is there and whole; name a damaged file and remove it.
+        """Return the split, mapped from the file, if that is there and whole; warn of a damaged file and remove it.
 
-        Every rank reads all of it once, to compare its digest, since a damaged file may be one that nobody could
-        replace: 0.1 s for MNIST.
+        Every rank reads the whole file once, to verify its digest (0.1 s for MNIST): a damaged file may still be
+        there because no rank was allowed to remove it.
         """
-        # The user's folder first: a damaged file where nobody may write would otherwise stay in the way.
+        # The user's folder first: otherwise a damaged file beside the data, where nobody may write, hides it.
         for path in reversed(self._paths):
             try:
                 split = _map(path)
@@ -238,7 +238,7 @@ class DataCache:
                 return split
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except (OSError, MemoryError) as error:  # of this rank at this moment: the file may be whole
+            except (OSError, MemoryError) as error:  # a problem of this rank now: the file may be whole
                 logger.warning("the cache %s cannot be read: %s", path, error)
             except Damaged as error:
                 logger.warning("the cache %s is damaged and is made anew: %s", path, error)
@@ -251,7 +251,7 @@ class DataCache:
         failures = []
         for path in self._paths:
             try:
-                if path.is_absolute():  # without a home the user's folder is not
+                if path.is_absolute():  # without a home directory the user's folder is not
                     path.parent.mkdir(parents=path != self._paths[0], exist_ok=True)
                     _write(path, split)
                     logger.debug("kept the %s images for later starts: %s", self._name, path)
@@ -263,9 +263,8 @@ class DataCache:
         return False
 
     def _remove_outdated(self, current: Path) -> None:
-        """Remove caches of files that have changed since, and what killed processes left half-written, a week after the
-        last start that used them: on a network file system a rank would lose its pages with the file, and SIGBUS would
-        end it."""
+        """Remove caches of earlier data files, and files that killed processes left half-written, a week after the last
+        start that used them: see OUTDATED_AFTER."""
         for name in (f"{self._name}-*.cache", f".{self._name}-*.tmp"):
             for path in current.parent.glob(name):
                 with suppress(OSError):
@@ -274,13 +273,13 @@ class DataCache:
 
 
 class Damaged(Exception):
-    """A cache is not the file that was written."""
+    """A cache file has other content than was written."""
 
 
 def _map(path: Path) -> Split:
-    """Map a cache into memory, privately: a page is shared until a rank writes to it, and gets a copy of its own."""
+    """Map a cache into memory, privately: ranks share a page until one of them writes to it and gets its own copy."""
     with open(path, "rb"):
-        pass  # the errors of the system, which torch would raise as others
+        pass  # raises the system's own errors, which torch would turn into others
     try:
         content = torch.load(path, mmap=True, weights_only=True)
         classes = content.pop("digest_of_classes")
@@ -301,9 +300,9 @@ def digest_of_classes(split: Split) -> str:
 
 
 def _write(path: Path, split: Split) -> None:
-    """Write a cache under another name and link it to its own, unless another host was faster.
+    """Write a cache under a temporary name and link it to its final name, unless another host was faster.
 
-    That host's file was read from the same files, and stays if it is whole, since ranks may have mapped it.
+    That host's cache has the same images. If it is whole it stays, because ranks may have mapped it.
     """
     digests = {"digest": digest_of(split.images, split.labels), "digest_of_classes": digest_of_classes(split)}
     content = {"images": split.images.contiguous(), "labels": split.labels, "classes": split.classes, **digests}
@@ -331,11 +330,11 @@ def digest_of_files(folder: Path, files: Iterable[Path], *others: object) -> str
     a file that is moved to the place of another brings along its own time of modification.
 
     Args:
-        others: JSON values that count too.
+        others: JSON values that the digest covers too.
     """
     found = []
     for file in files:
-        with suppress(OSError):  # a link that leads nowhere is named when it is read
+        with suppress(OSError):  # a broken link is reported when it is read
             stat = file.stat()
             found.append([str(file.relative_to(folder)), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
     content = json.dumps([CACHE_VERSION, others, sorted(found)]).encode()
@@ -363,7 +362,7 @@ def check_shapes(dataset: str, train: Split, test: Split) -> None:
 
 
 def warn_of_untrained(train: Split) -> None:
-    """Log the classes that have no training image; a label that is too large may have made them."""
+    """Warn of the classes that have no training image; one label that is too large makes many such classes."""
     trained = train.labels.bincount(minlength=len(train.classes)) > 0
     if not trained.all():
         names = [train.classes[index] for index in (~trained).nonzero().flatten().tolist()]

@@ -33,7 +33,7 @@ def bring_to(device: torch.device, splits: Sequence[Split]) -> list[Split]:
     try:
         if size <= IMAGES_MAY_TAKE * free:
             moved = [split.to(device) for split in splits]
-            level = logging.DEBUG if ddp.rank() else logging.INFO  # what all ranks say alike, rank 0 says
+            level = logging.DEBUG if ddp.rank() else logging.INFO  # one line for all ranks
             logger.log(level, "the images (%d MB) are in the memory of %s", size >> 20, device)
             return moved
     except torch.OutOfMemoryError:  # another process has taken the memory meanwhile
@@ -52,7 +52,7 @@ def size_of(split: Split) -> int:
 
 
 def check_host_memory(source: Source, ranks: int) -> None:
-    """Check, once for all ``ranks`` of this host, that they can read the images of which no cache could be written.
+    """Check, once for all ``ranks`` of this host, that there is memory for images whose cache could not be written.
 
     Raises:
         BadOption: host memory would not hold a copy for each rank.

@@ -47,7 +47,7 @@ DOWNLOADED: dict[str, tuple[str, str, tuple[float, ...], tuple[float, ...], tupl
     # torchvision knows its classes.
     "cifar10": ("CIFAR10", "cifar-10-batches-py", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), ()),
 }
-# How an IDX file of unsigned bytes begins, plus the number of its dimensions.
+# The first four bytes of an IDX file of unsigned bytes are this, plus the number of its dimensions.
 IDX_OF_BYTES = 0x0800
 DOWNLOAD_AGAIN = "delete it and start again with a network, to download it anew"
 IMAGE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -65,7 +65,7 @@ def source_of(config: TrainConfig) -> Source:
 
 
 class Synthetic(Source):
-    """Digits drawn in code, so much like MNIST's that they share its mean and std: a network reads both."""
+    """Digits drawn in code, like MNIST's and with its mean and std: a network trained on them reads MNIST's too."""
 
     mean, std = (0.1307,), (0.3081,)
     verb = "draw"
@@ -99,7 +99,7 @@ class Downloaded(Source):
         with writing(self.folder, "--data_dir"):
             tempfile.TemporaryFile(dir=self.folder).close()
         logger.info("downloading %s into %s", self.name, self.folder)
-        from torchvision import datasets  # which takes 1.6 s
+        from torchvision import datasets  # here, because it takes 1.6 s
 
         try:
             getattr(datasets, self._torchvision)(root=str(self.folder), download=True)
@@ -133,7 +133,7 @@ class Downloaded(Source):
         from torchvision.datasets import CIFAR10
 
         with _naming(self._raw, "CIFAR-10", DOWNLOAD_AGAIN):
-            # It unpickles the files only if their digests are the original's.
+            # torchvision unpickles the files only if their digests are the original's.
             found = CIFAR10(root=str(self.folder), train=part == "train")
         images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
         return Split(images, torch.tensor(found.targets), tuple(found.classes))
@@ -153,7 +153,7 @@ class Downloaded(Source):
 class ImageFolder(Source):
     """``folder:PATH``: anyone's own images, in PATH/train and PATH/test with a folder for each class.
 
-    The class folders of ``train``, sorted by name, are the classes. Images are grey if those of both parts all are, and
+    The class folders of ``train``, sorted by name, are the classes. Images are grey if all images of both parts are,
     otherwise in colour. Files of other kinds, hidden files and those in hidden folders are passed over.
 
     With ``--image_size`` images are resized to so many pixels along the shorter side, and the square in the middle is
@@ -174,7 +174,7 @@ class ImageFolder(Source):
 
     @cached_property
     def _files_digest(self) -> str:
-        """Of the files of both parts: a coloured image in one part makes the images of the other coloured too."""
+        """The digest of the files of both parts: one coloured image in a part makes the other part coloured too."""
         return digest_of_files(self.folder, (path for part in PARTS for path in _files_below(self.folder / part)))
 
     def read(self, part: str) -> Split:
@@ -191,7 +191,7 @@ class ImageFolder(Source):
         return Split(self._pixels([path for path, _ in samples]), torch.tensor(labels), classes)
 
     def _class_names(self) -> tuple[str, ...]:
-        """Return the class folders of the training part, or of the test part where that is all there is."""
+        """Return the class folders of the training part, or of the test part if there is no training part."""
         train, test = (self.folder / part for part in PARTS)
         if not train.is_dir():
             return self._class_folders("test")
@@ -223,7 +223,7 @@ class ImageFolder(Source):
         folder, own = self.folder / part, self._class_folders(part)
 
         def is_image(path: Path) -> bool:
-            # Notebooks keep copies of what they show in .ipynb_checkpoints.
+            # Jupyter keeps copies of files in hidden folders, .ipynb_checkpoints.
             hidden = any(name[0] == "." for name in path.relative_to(folder).parts)
             return not hidden and path.suffix.lower() in IMAGE_ENDINGS
 
@@ -307,7 +307,7 @@ def _naming(path: Path, kind: str, then: str) -> Iterator[None]:
     except (DdpManualError, MemoryError):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno:  # of the operating system: the file may be whole
+        if isinstance(error, OSError) and error.errno:  # the system's: the file may be whole
             raise DataMissing(f"{path} cannot be read", why=str(error), next="fix that, then start again") from error
         raise DataCorrupt(
             f"{path} cannot be read as {kind}", why=f"{type(error).__name__}: {error}", next=then

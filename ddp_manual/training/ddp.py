@@ -18,15 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_manual.errors import TrainingFailed
 
-# Not their subclasses: batch renormalisation, for one, reads its running statistics in training too.
+# Only these, no subclasses: batch renormalisation, for example, reads its running statistics in training too.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def wrap_in_ddp(model: nn.Module, device: torch.device) -> DistributedDataParallel:
     """Wrap a model that is already on its device in DDP.
 
-    Rank 0's buffers are broadcast at every step, unless there are only those of batch normalisation: it does not read
-    its running statistics while training, so it is enough that ``share_buffers`` copies them before they are read.
+    Rank 0's buffers are broadcast at every step, unless all of them are of batch normalisation, which does not read its
+    running statistics while training: it is enough that ``share_buffers`` copies them before they are read.
     """
     # torch 2.15 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -42,7 +42,7 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> DistributedDataParall
 
 
 def unused_parameters(model: nn.Module, error: RuntimeError) -> TrainingFailed | None:
-    """Name the parameters without a gradient if ``error`` is what DDP raises about them, one step later.
+    """Return an error that names the parameters without a gradient, if ``error`` is what DDP raises one step later.
 
     Returns:
         None for any other error.
@@ -60,7 +60,7 @@ def unused_parameters(model: nn.Module, error: RuntimeError) -> TrainingFailed |
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Give every rank the buffers of rank 0, as DDP does at each step where it is asked to."""
+    """Give every rank the buffers of rank 0, as DDP does at each step if it broadcasts buffers."""
     for buffer in model.buffers():
         broadcast(buffer)
 
@@ -108,7 +108,7 @@ def gather_messages(message: Any, device: torch.device, group: dist.ProcessGroup
 
     Args:
         message: JSON of any length.
-        device: where the process group has a backend.
+        device: one for which the process group has a backend.
         group: None for the default group.
     """
     # A bytearray, since torch warns about memory that cannot be written to.
@@ -121,7 +121,7 @@ def gather_messages(message: Any, device: torch.device, group: dist.ProcessGroup
 
 
 def share_bytes(content: Tensor | None, device: torch.device, source: int = 0) -> Tensor | None:
-    """Return what rank ``source`` passes, a uint8 vector, on the CPU of every rank; None if it passes None."""
+    """Return the uint8 vector that rank ``source`` passes, on the CPU of every rank; None if it passes None."""
     size = torch.tensor([-1 if content is None else len(content)], device=device)
     broadcast(size, source)
     if size < 0:
@@ -134,6 +134,6 @@ def share_bytes(content: Tensor | None, device: torch.device, source: int = 0) -
 def to_host(tensor: Tensor) -> Tensor:
     """Return ``tensor`` on the CPU, once its device has done all work in its queue, collectives included.
 
-    With NCCL a rank waits for the others here, not in the call of a collective. The reporter knows ``cpu()``.
+    With NCCL a rank waits for the others here, not in the call of a collective. The reporter recognises ``cpu()``.
     """
     return tensor.cpu()

@@ -18,7 +18,7 @@ class Position:
     """How far a run is.
 
     Args:
-        epoch: epochs done.
+        epoch: epochs that are done.
         taken: samples of the current epoch that all ranks together have trained on.
         step: steps done since the beginning of the run, with any number of ranks.
     """
@@ -36,7 +36,7 @@ class EpochPlan:
     """The steps of a whole run.
 
     Args:
-        samples: in an epoch.
+        samples: the number of samples in one epoch.
         batch: samples of a step, over all ranks; the last step of an epoch takes what is left.
     """
 

@@ -1,7 +1,7 @@
-"""The state of a training in the memory that its agent holds: written after a step, read by the worker that comes next.
+"""The state of a training in memory that the agent holds: one worker writes it after a step, the next one reads it.
 
 A state is any tree of dictionaries, lists, tuples, numbers, texts and tensors. Its tensors stand one after the other in
-the memory, and a text in JSON describes the rest; so nothing that is read calls code.
+the memory, and a text in JSON describes the rest; so reading a state never runs code.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ddp_manual.training import ddp
 
 logger = logging.getLogger(__name__)
 
-# Where each tensor begins: torch reads any type there.
+# Bytes: each tensor begins at a multiple of it, where torch can read any dtype.
 ALIGNMENT = 64
-# The share of the time that holding may take where ``every`` is chosen by itself.
+# The fraction of the time that holding may take, if the user has not chosen ``every``.
 SHARE = 0.01
 PLAIN = (bool, int, float, str)
 
 
 def describe(value: Any, tensors: list[Tensor], *path: Any) -> Any:
-    """Return what JSON can hold of a tree, and append its tensors.
+    """Return a description of a tree as JSON values, and append the tensors of the tree to ``tensors``.
 
     Args:
         path: the keys and places that lead to ``value``.
 
     Raises:
-        BadOption: something in it is none of the types that can be held, or a part of a tensor that is on many ranks.
+        BadOption: a value in it is of no type that can be held, or a tensor is not dense or not whole on this rank.
     """
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
@@ -64,10 +64,10 @@ class Holder:
     """Writes states to one rank's memory.
 
     Args:
-        generation: of the world that this rank belongs to.
-        every: steps between two states; 0: as few as take a hundredth of the time.
-        place: of this rank. Any rank's state serves all, so where a host has no memory for what its ranks would hold,
-            the first of them alone holds it.
+        generation: that of the world to which this rank belongs.
+        every: steps between two states; 0: so many that holding takes at most a hundredth of the time.
+        place: that of this rank. Any rank's state serves all ranks, so on a host without memory for the states of all
+            its ranks only the first of them holds its state.
     """
 
     def __init__(self, memory: HeldMemory, generation: int, every: int, place: Place) -> None:
@@ -82,7 +82,7 @@ class Holder:
         """Return whether to hold the state after this step; if not, note that the step is done.
 
         Args:
-            count: what each ``every``-th is held of, if that is not the step.
+            count: what ``every`` counts if it is not steps, such as the calls of ``hold``.
         """
         due = self._has_memory and (step if count is None else count) % self.every == 0
         if not due:
@@ -90,7 +90,7 @@ class Holder:
         return due
 
     def choose(self, seconds: float, seconds_per_step: float) -> None:
-        """Choose how often to hold, unless the user has: the same on all ranks, which give the same numbers."""
+        """Choose how often to hold, unless the user has chosen; the same on all ranks, as the numbers are."""
         if not self._chosen and seconds_per_step:
             self.every = max(1, math.ceil(seconds / (SHARE * seconds_per_step)))
 
@@ -102,11 +102,11 @@ class Holder:
             counts_calls: see ``Moment``.
 
         Returns:
-            False, after a line that says so, if the machine has not so much memory: then none is due any more, and none
-            that was held counts.
+            False, after a warning, if the machine has not enough memory: from then on no state is due, and those held
+            before no longer count.
 
         Raises:
-            BadOption: something in it cannot be held.
+            BadOption: a value in the state cannot be held.
         """
         tensors: list[Tensor] = []
         content = json.dumps(describe(state, tensors)).encode()
@@ -132,7 +132,7 @@ class Holder:
         return True
 
     def _views_of(self, slot: Slot, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
-        """Return the tensors of a slot, which are made once as long as the state keeps its form."""
+        """Return tensors in the memory of a slot; they are made anew only if the slot or the state's form changes."""
         begin, views = self._views.get(slot.index, (0, []))
         form = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if begin == slot.begin and form == [(view.shape, view.dtype) for view in views]:
@@ -144,7 +144,7 @@ class Holder:
 
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
-    """Return where each tensor begins among them, and where the last one ends."""
+    """Return at which byte each tensor begins, counted from the first one, and at which the last one ends."""
     places = [0]
     for tensor in tensors:
         places.append(places[-1] + -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT)
@@ -160,7 +160,7 @@ def read(memory: HeldMemory) -> Tensor:
     """Return the newest state as bytes: the length of its tensors, the tensors, and the text.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no state is held.
     """
     slot = memory.newest()
     if slot is None:
@@ -170,14 +170,14 @@ def read(memory: HeldMemory) -> Tensor:
 
 
 def rebuild(content: Tensor) -> Any:
-    """Return the tree that ``read`` has returned as bytes."""
+    """Return the tree from the bytes that ``read`` has returned."""
     end = 8 + int(content[:8].view(torch.int64))
     return _build(json.loads(content[end:].numpy().tobytes()), content[8:end])
 
 
 def read_first(memory: HeldMemory, key: str) -> Any:
-    """Return what this rank's own newest state, a dictionary, has as its first entry; None if it holds none, or if that
-    has another key. The rest is not read."""
+    """Return the first value of this rank's newest state, a dictionary, without reading the rest; None if no state is
+    held, or if the first key is not ``key``."""
     slot = memory.newest()
     if slot is None:
         return None
@@ -187,7 +187,7 @@ def read_first(memory: HeldMemory, key: str) -> Any:
 
 
 def _build(described: Any, tensors: Tensor) -> Any:
-    """Return the tree that ``describe`` has described, whose tensors are these bytes."""
+    """Return the tree that ``describe`` has described; ``tensors`` are the bytes of its tensors."""
     place = 0
 
     def build(found: Any) -> Any:
@@ -202,7 +202,7 @@ def _build(described: Any, tensors: Tensor) -> Any:
             dtype = getattr(torch, name)
             assert isinstance(dtype, torch.dtype), name
             size = math.prod(shape) * dtype.itemsize
-            one = _view(tensors[place : place + size].clone(), dtype, shape)  # which is aligned
+            one = _view(tensors[place : place + size].clone(), dtype, shape)  # a clone is aligned
             place += -(-size // ALIGNMENT) * ALIGNMENT
             return one
         if kind == "dict":

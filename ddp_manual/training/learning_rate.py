@@ -1,7 +1,7 @@
 """The learning rate at each step: a linear warm-up to the peak, then a decay to zero. No torch.
 
-It follows from the samples seen, not from steps: a run that resumes with another number of ranks takes other steps, and
-is as far through its schedule.
+It depends on the samples seen, not on steps: a run that resumes with another number of ranks takes another number of
+steps, but stays where it was in its schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class LearningRate:
     """The learning rate by the number of samples seen.
 
     Args:
-        samples: in an epoch.
+        samples: the number of samples in one epoch.
     """
 
     config: TrainConfig

@@ -39,7 +39,7 @@ def check_own_code(config: TrainConfig, rank: int) -> Shared:
     """Import the user's own factories and look for the data, as far as that takes no time, before the ranks meet.
 
     Returns:
-        For each factory a digest of its source, and where that is: the ranks must have the same.
+        For each factory the digest of its source, which must be the same on all ranks, and the path of its file.
 
     Raises:
         BadOption: a factory cannot be imported. DataMissing, DataCorrupt: on rank 0; the other ranks find out what is
@@ -69,7 +69,7 @@ def train(world: World, config: TrainConfig) -> dict[str, Any]:
         BadOption: the world has ended, or an option cannot work.
         Stopped: a signal has stopped all ranks; let it pass through the body of ``join``.
         ConfigMismatch: the ranks' options differ; on every rank.
-        DdpManualError: something else stops the run. Otherwise what the model or the data raise.
+        DdpManualError: something else stops the run. Exceptions of the model or of the data come through.
     """
     world.check_open("train")
     config = checkpoint_files.with_torchrun_run_dir(config)
@@ -94,13 +94,13 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
 
     Args:
         how_to_resume: tells a person how to resume the run, after a signal has stopped it.
-        leaves: whether the rank leaves after it, and takes no signal any more.
+        leaves: whether this process leaves the run after the training, and then leaves signals to its agent.
     """
     assert world.run_dir is not None
     paths, on_rank_0 = RunPaths(world.run_dir), world.rank == 0
-    level = logging.INFO if on_rank_0 else logging.DEBUG  # what all ranks would say alike, rank 0 says
+    level = logging.INFO if on_rank_0 else logging.DEBUG  # rank 0 logs what all ranks would log alike
     if world.generation and on_rank_0 and checkpoint_files.find(paths.checkpoints):
-        config = config.resumed()  # where no rank holds a state
+        config = config.resumed()  # used if no rank holds a state
     folder = checkpoint_state.held_run_dir(config, paths, again=world.generation > 0) if on_rank_0 else nullcontext()
     with folder, signal_handlers.ignore_save(), ExitStack() as until_finished:
         # Load.
@@ -110,10 +110,10 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
         files = None
         if on_rank_0:
             trackers = Trackers(config.trackers)
-            # No rank waits for an upload: by then all have left.
+            # After this rank has left, so that no rank waits for an upload.
             world.until_left.callback(trackers.close)
             files = RunFiles(paths, keep=config.keep, trackers=trackers)
-        if leaves:  # before an upload, which a signal to all processes of the host must not make a failure of the run
+        if leaves:  # called before trackers.close: a signal during an upload must not make the run a failure
             world.until_left.callback(signal_handlers.leave_signals_to_the_agent)
         shape, classes = data.train.shape, len(data.train.classes)
         network = models.build(
@@ -131,14 +131,14 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
             resumed = trainer.go_on(held_state.share(world.held, world.state_from, world.device))
         else:
             resumed = checkpoint_state.resume(paths, trainer)
-        if world.run_dir_is_own:  # now that rank 0 holds the folder, and goes on with what is in it
+        if world.run_dir_is_own:  # now that rank 0 has locked the folder, and goes on with its content
             paths.set_failures_aside(world.spec.rank, world.spec.world_size if on_rank_0 else None)
         was_complete = trainer.ended
         summary = write_run_files.earlier_summary(paths, config.epochs) if was_complete and on_rank_0 else None
         if files is not None:
             if config.resume is not None or world.generation:
                 files.rewind(trainer.position, trainer.history, network, complete=was_complete)
-            # The run may begin with another run's checkpoint, or a rank was lost before that of the epoch was written.
+            # Save if the run begins with another run's checkpoint, or a rank was lost before the epoch's was written.
             at_an_end = not trainer.position.taken and plan.saves_epoch(trainer.position)
             saves = resumed and (at_an_end or not world.generation)
             if saves and not checkpoint_files.holds(paths.checkpoints, trainer.position.step):
@@ -146,7 +146,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
             settings = write_run_files.settings(world, paths, trainer)
             if summary is None or not paths.config.exists():
                 files.start(settings, data.train)
-            if summary is None:  # otherwise an earlier process has followed the run to its end
+            if summary is None:  # otherwise an earlier process's trackers have followed the run to its end
                 files.follow(settings)
 
         if was_complete:
@@ -164,7 +164,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
                 *(counted(trainer.batch_size, "sample"), trainer.learning_rate.peak),
             )
             steps, done = plan.steps(trainer.position), trainer.position.step
-            # Until the summary is written: a Ctrl-C meanwhile would fail a complete run.
+            # Take signals until the summary is written: otherwise a Ctrl-C before that fails a complete run.
             taking = world.take_stops()
             (world.until_left if leaves else until_finished).enter_context(taking)
             with progress_bar.progress(steps, done=done, shown=on_rank_0) as lines:
@@ -174,7 +174,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
                         raise _stopped(world, trainer, paths, how_to_resume)
                     predictions = trainer.evaluate()
                     save |= any(world.gather(world.save_is_asked()))
-                    # Write the checkpoint first: every other file can be rebuilt from it.
+                    # Write the checkpoint first: all other files can be rebuilt from it.
                     if trainer.is_stopped or save or plan.saves_epoch(trainer.position):
                         trainer.save()
                     trainer.write(lambda files: files.add_evaluation(trainer))

@@ -1,6 +1,6 @@
 """What the ranks measure while they train, and the sync points where they share it.
 
-A sync point is a single all-reduce. It sums the metrics, and carries in places of each rank's own: whether a signal has
+A sync point is a single all-reduce. It sums the metrics, and it carries each rank's own numbers: whether a signal has
 asked the rank to stop or to save, its first step with a loss that is not finite, and how long its steps took. All ranks
 read the same numbers, so they decide alike. Between sync points the ranks exchange only gradients, and the buffers of a
 model that needs the same ones on all ranks.
@@ -49,8 +49,8 @@ class Meter:
     """Sums loss, correct predictions and samples on the device, and notes the first step whose loss is not finite.
 
     Args:
-        window: the sums of the checkpoint that the run resumes from.
-        seconds: of training until that checkpoint.
+        window: the sums in the checkpoint from which the run resumes.
+        seconds: the seconds of training until that checkpoint.
     """
 
     def __init__(self, device: torch.device, window: Window | None = None, seconds: float = 0.0) -> None:
@@ -61,14 +61,14 @@ class Meter:
         self.window = window or Window()
         """The sums until the last sync point; the same on all ranks, except for the seconds."""
         self.seconds = seconds
-        """Of training, until the last sync point."""
+        """Seconds of training until the last sync point."""
         self.hold_seconds = self.slowest_hold = 0.0
-        """That holding the state takes this rank, and the slowest one; the latter is the same on all ranks."""
+        """Seconds that holding the state takes: on this rank, and on the slowest rank; the latter is known to all."""
         self.seconds_per_step = float("inf")
-        """Of the slowest rank, waiting included; the same on all ranks since the last sync point."""
+        """Those of the slowest rank, its waiting included; the same on all ranks since the last sync point."""
 
     def begin(self, step: int) -> None:
-        """Start the clock, or start it again after an evaluation or a save: what passed since ``sync`` does not count.
+        """Start the clock, or start it again after an evaluation or a save: the time since ``sync`` does not count.
 
         Args:
             step: how many steps are done.
@@ -85,23 +85,23 @@ class Meter:
         torch.minimum(self._first_bad_step, bad, out=self._first_bad_step)
 
     def sync(self, step: int, lr: float, *, save: bool = False) -> bool:
-        """Add the metrics of all ranks to the window; a collective, the only copy to the host.
+        """Add the metrics of all ranks to the window; a collective. Metrics are copied to the host only here.
 
         Args:
             save: whether this rank was asked for a checkpoint.
 
         Returns:
-            Whether any rank was.
+            Whether any rank was asked for one.
 
         Raises:
             TrainingFailed: the loss was not finite on some rank; raised on every rank.
         """
-        # A GPU takes steps long after their launches have returned: the time counts once it has done them all.
+        # A GPU runs steps long after their launches have returned: read the clock once it has done them all.
         ddp.to_host(self._totals)
         seconds_per_step = (time.perf_counter() - self._synced) / max(1, step - self._synced_step)
         bad_step = torch.where(self._first_bad_step == self._never, 0, self._first_bad_step).double()
         own = [bad_step.new_tensor([save, seconds_per_step, self.hold_seconds]), bad_step[None]]
-        # The sums, then a row of each rank's own numbers, which are exact: the others add zeros to them.
+        # The sums, then a row for each rank's own numbers, which stay exact: the other ranks add zeros to them.
         shared = self._totals.new_zeros(3 + 4 * ddp.world_size())
         shared[:3] = self._totals
         shared[3:].view(-1, 4)[ddp.rank()] = torch.cat(own)
@@ -167,7 +167,7 @@ class WorkClock:
 
 
 def diverged(step: int, lr: float, what: str = "the loss was") -> TrainingFailed:
-    """Return the error for ``what`` is not finite after ``step`` steps, with about this learning rate."""
+    """Return the error that ``what``, such as "the loss was", is not finite; the learning rate was about ``lr``."""
     return TrainingFailed(
         f"{what} not finite at step {step}: training has diverged",
         why=f"the learning rate was about {lr:g}; parameters that are not numbers do not recover, "

@@ -27,8 +27,8 @@ from ddp_manual.training.own_factory import factory_error
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
 MNIST: Shape = (1, 28, 28)
-# Where a network that torch.compile has made keeps the original; torch's documentation of torch.compile names it, as
-# the prefix of the keys of the state dict.
+# The attribute in which a network from torch.compile keeps the original; it is the prefix of the keys of the state
+# dict too. torch's documentation of torch.compile names it.
 COMPILED = "_orig_mod"
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ def _block(channels_in: int, channels_out: int) -> nn.Sequential:
 class MLP(nn.Sequential):
     """One hidden layer without batch statistics: however a batch is split over ranks, it trains the same network.
 
-    tanh, not ReLU: the ranks' sums differ by a rounding, which a smooth network keeps at 1e-7. With ReLU a single
-    activation that fell on the other side of zero had grown to 1e-2 after 200 more steps.
+    tanh, not ReLU: the ranks' sums differ by a rounding, which a smooth network keeps at 1e-7. With ReLU the
+    difference from a single activation on the other side of zero had grown to 1e-2 after 200 more steps.
     """
 
     smallest = 1
@@ -194,13 +194,13 @@ def _build_own(name: str, shape: Shape, classes: int) -> nn.Module:
         model.register_state_dict_post_hook(_without_prefix)
         model.register_load_state_dict_pre_hook(_with_prefix)
     model = model.cpu()
-    if not isinstance(model, torch.jit.ScriptModule):  # those take no hooks
+    if not isinstance(model, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
         model.register_forward_pre_hook(_in_rows)
-    model.eval()  # in which neither batch statistics nor random numbers are touched
+    model.eval()  # so that the trial changes neither batch statistics nor random numbers
     with torch.no_grad():
         images = _two_images(shape)
         _scores(name, model, images, classes)
-        _scores(name, model, images[:1], classes)  # a single image may be left for the end of an evaluation
+        _scores(name, model, images[:1], classes)  # the last batch of an evaluation may be one image
     model.train()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise factory_error("model", name, "has no parameter to train", "at least one parameter with requires_grad")
@@ -210,7 +210,7 @@ def _build_own(name: str, shape: Shape, classes: int) -> nn.Module:
     try:
         torch.save(extra, content)
         torch.load(io.BytesIO(content.getvalue()), weights_only=True)
-    except Exception as error:  # of torch, of pickle, or of the user's own class
+    except Exception as error:  # from torch, from pickle, or from the user's own class
         what = f"has a state that cannot be read back without running code, in {', '.join(extra)}"
         wanted = "a get_extra_state() of numbers, texts, lists, dicts and tensors: no checkpoint here holds more"
         raise factory_error("model", name, what, wanted) from error
@@ -218,17 +218,17 @@ def _build_own(name: str, shape: Shape, classes: int) -> nn.Module:
 
 
 def _two_images(shape: Shape) -> Tensor:
-    """Return zeros that lie in memory as ``Normalise`` leaves images."""
+    """Return two images of zeros, channels last like those from ``Normalise``."""
     channels, height, width = shape
     return torch.zeros(2, height, width, channels).permute(0, 3, 1, 2)
 
 
 def _in_rows(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Make the images contiguous before ``forward``, unlike those that this package's own networks get.
+    """Return contiguous images for ``forward``; this package's own networks get images that are channels last.
 
-    In many tutorials ``forward`` has a ``view(-1, 320)`` after its convolutions, which torch refuses of tensors that
-    have their channels last. With a single channel both layouts are contiguous, but a convolution goes by the strides:
-    the view has new ones.
+    In many tutorials ``forward`` has a ``view(-1, 320)`` after its convolutions, which torch refuses for channels-last
+    tensors. Images of a single channel are contiguous in both layouts, but a convolution tells the layout by the
+    strides: ``view`` gives the images new strides.
     """
     return tuple(one.contiguous().view(-1).view(one.shape) if isinstance(one, Tensor) else one for one in inputs)
 
@@ -271,7 +271,7 @@ def _named_failure(name: str, images: Tensor, when: str) -> Iterator[None]:
 def fewest_samples(
     name: str, model: nn.Module, device: torch.device, shape: Shape, classes: int, *, with_ddp: bool
 ) -> int:
-    """Return how many samples a batch of training needs; try one step on a copy of a network of the user's own.
+    """Return the fewest samples that a training batch needs; try one step on a copy of a network of the user's own.
 
     A collective if ``with_ddp``: every rank calls it, and all ranks find the same.
 
@@ -287,7 +287,7 @@ def fewest_samples(
         return 1
     if with_ddp:
         _check_buffers(name, model)
-    if isinstance(model, torch.jit.ScriptModule):  # whose copies do not show their gradients
+    if isinstance(model, torch.jit.ScriptModule):  # its copies do not show their gradients
         return 2
     try:
         trial = copy.deepcopy(model)
@@ -298,7 +298,7 @@ def fewest_samples(
     with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
         scores = _scores(name, trial, images, classes)
         sums = scores.detach().float().sum(dim=1)
-        # bfloat16 has three digits.
+        # 0.01, because bfloat16 has three digits.
         if ddp.rank() == 0 and bool((scores >= 0).all()) and bool((sums - 1).abs().max() < 0.01):
             logger.warning(
                 "--model %s gives probabilities, as after a softmax, which the cross-entropy takes itself: "
@@ -317,7 +317,7 @@ def fewest_samples(
         try:
             with torch.no_grad():
                 return 1 if trial(images[:1]).shape == (1, classes) else 2
-        except Exception:  # how a network says that one sample is too few for it
+        except Exception:  # such as from batch normalisation over a single value
             return 2
 
 
@@ -325,9 +325,9 @@ def _check_buffers(name: str, model: nn.Module) -> None:
     """Raise BadOption for a buffer that DDP could not send from rank 0 to the others; a collective."""
     for buffer_name, buffer in model.named_buffers():
         try:
-            ddp.broadcast(buffer)  # all ranks have the same in it
-            buffer.copy_(buffer.clone())  # which DDP does too; torch refuses it of a buffer that is expanded
-        except Exception as error:  # each backend words it in its own way
+            ddp.broadcast(buffer)  # all ranks have the same values in it
+            buffer.copy_(buffer.clone())  # DDP does this too; torch refuses it for an expanded buffer
+        except Exception as error:  # each backend raises an error of its own
             kind = f"{str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)}"
             what = f"has a buffer that cannot be sent to other ranks, {buffer_name}, {kind}: {_in_one_line(error)}"
             wanted = "one that torch.distributed.broadcast takes, such as a contiguous one of float32, int64 or bool"

@@ -145,7 +145,7 @@ class TrainConfig(Options):
     def __post_init__(self) -> None:
         with self.naming_files():
             self.validate()
-        if self.run_dir is not None:  # ranks and agents compare what they say of the folder: runs/a is runs/a/ too
+        if self.run_dir is not None:  # ranks and agents compare it as text: runs/a/ becomes runs/a
             object.__setattr__(self, "run_dir", str(Path(self.run_dir)))
 
     def validate(self) -> None:
@@ -194,12 +194,12 @@ class TrainConfig(Options):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """``classes``, one by one."""
+        """The names in ``classes``, one by one."""
         return tuple(name.strip() for name in self.classes.split(",")) if self.classes is not None else None
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """``track``, one by one."""
+        """The names in ``track``, one by one."""
         return tuple(name.strip() for name in self.track.split(",")) if self.track is not None else ()
 
     def check_trackers(self, spec: WorldSpec) -> None:
@@ -285,8 +285,8 @@ class TrainConfig(Options):
 
 
 def _beside(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
-    """Return the options ``below`` others that can stand beside them: no second batch size; of another data set no
-    class names, and its image size only where both are folders of images."""
+    """Return the options of ``below`` that go together with those ``above``: no second batch size; no class names of
+    another data set, and its image size only if both are folders of images."""
     without: set[str] = set()
     if "batch_size" in above or "global_batch_size" in above:
         without |= {"batch_size", "global_batch_size"}
@@ -299,7 +299,7 @@ def _beside(above: dict[str, Any], below: dict[str, Any]) -> dict[str, Any]:
 def _options_in(path: str) -> dict[str, Any]:
     """Return option -> value for the options in a JSON file; null means that an option is not given.
 
-    A run's own ``config.json`` has its ``run_dir`` and ``resume`` too, which are skipped, and the key ``run``.
+    A run's own ``config.json`` has the key ``run``, which is skipped, and so are its ``run_dir`` and ``resume``.
 
     Raises:
         BadOption: the file cannot be read, is no JSON object, or has a key that is no option of a training. Types and
@@ -363,7 +363,7 @@ def require(extra: str, for_what: str) -> None:
         for_what: the option or command that needs it, such as ``--track wandb``.
     """
     found = {package: find_spec(package) for package in PACKAGES[extra]}
-    # A folder that happens to have the name, such as the ``wandb`` that runs leave behind, is a spec without an origin.
+    # A folder that happens to have the name, such as ``wandb`` that runs leave behind, gives a spec without an origin.
     missing = [package for package, spec in found.items() if spec is None or spec.origin is None]
     if missing:
         raise BadOption(

@@ -1,4 +1,4 @@
-"""``--dataset package.module:factory``: a data set that a function of the user's returns, checked and made tensors."""
+"""``--dataset package.module:factory``: a data set that the user's own function returns, checked and made tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ddp_manual.training import ddp, own_factory
 from ddp_manual.training.data import PARTS, Source, Split
 from ddp_manual.training.pictures import as_tensor, eight_bit
 
-# Labels without names may make this many classes more than there are images: few images are enough to try things.
+# Unnamed labels may make this many more classes than there are images: people try things with few images.
 MOST_WITHOUT_AN_IMAGE = 1000
-# Images of a part: a transform that mirrors every second image leaves all of them unchanged once in 65,536 runs.
+# Images that are read twice to find random transforms: mirroring one image in two misses all 16 in 1 of 65,536 runs.
 READ_AGAIN = 16
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ class OwnData(Source):
 
     Each part is a pair of tensors or numpy arrays, images uint8 [N, C, H, W] (or grey, [N, H, W]) and labels int64 [N];
     or a dataset of ``torch.utils.data`` whose items are pairs: an image, either Pillow's or such a tensor, and a label.
-    Its ``classes`` name the labels, which are numbers otherwise. The factory may leave out ``data_dir``, a
-    pathlib.Path. The first rank of a host calls it before the others of that host do, since it may download.
+    A part's attribute ``classes`` names the labels; without it their names are numbers. The factory may leave out the
+    argument ``data_dir``, a pathlib.Path. The first rank of a host calls it before the others: it may download.
 
     random, numpy and torch are seeded before the factory is called, so that every rank and every start of a run gets
     the same data.
@@ -44,10 +44,10 @@ class OwnData(Source):
 
     @cached_property
     def _parts(self) -> dict[str, Split]:
-        own_factory.factory("dataset", self.name)  # before the seed: importing the module may draw random numbers
+        own_factory.factory("dataset", self.name)  # before seeding: importing the module may draw random numbers
         random.seed(self.config.seed)
         torch.manual_seed(self.config.seed)
-        numpy.random.seed(self.config.seed % 2**32)  # it takes no larger seed
+        numpy.random.seed(self.config.seed % 2**32)  # numpy takes no larger seed
         made = own_factory.call("dataset", self.name, data_dir=self.folder)
         if not isinstance(made, Sequence) or len(made) != len(PARTS) or _is_array(made[0]):
             size = f" of {len(made)}" if isinstance(made, Sequence) else ""
@@ -102,7 +102,7 @@ class OwnData(Source):
             )
         images = images.unsqueeze(1) if images.dim() == 3 else images
         if images.dim() != 4 or images.shape[1] not in (1, 3) or images.dtype != torch.uint8:
-            how = None  # to fix the two most frequent mistakes
+            how = None  # advice for the two most frequent mistakes
             if images.is_floating_point():
                 how = "leave ToTensor and Normalize out, or use PILToTensor in place of ToTensor"
             elif images.dim() == 4 and images.shape[-1] in (1, 3):
@@ -126,7 +126,7 @@ class OwnData(Source):
             where = f"item {index} of its {part} part"
             try:
                 item = dataset[index]
-            except Exception as error:  # the traceback, of the user's own code, does not say which item it was
+            except Exception as error:  # the traceback of the user's own code does not say which item it was
                 logger.warning("--dataset %s: %s raised %r", self.name, where, error)
                 raise
             try:
@@ -154,13 +154,13 @@ def _varies(value: Any, images: Tensor) -> bool:
     try:
         again = (_pixels(value[index][0]).cpu().flatten() for index in range(min(READ_AGAIN, len(images))))
         return any(not torch.equal(pixels, image.flatten()) for pixels, image in zip(again, images, strict=False))
-    except Exception:  # it gives each item away only once, and the images are here already
+    except Exception:  # it may give each item only once; the images have been read already
         logger.debug("a part cannot be read again", exc_info=True)
         return False
 
 
 def _pixels(image: Any) -> Tensor:
-    """Return the tensor of an image: uint8 [C, H, W] of Pillow's, and a tensor or an array as it is."""
+    """Return an image as a tensor: uint8 [C, H, W] if it is Pillow's; a tensor or an array keeps its form."""
     if not _is_array(image) and not hasattr(image, "convert"):
         raise TypeError(f"a {type(image).__name__} is no image")
     return _as_tensor(image) if _is_array(image) else as_tensor(eight_bit(image))
@@ -175,7 +175,7 @@ def _is_whole(labels: Tensor) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    """Tell whether ``value`` is images and labels, and not a dataset."""
+    """Tell whether ``value`` is a pair of images and labels, not a dataset."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and _is_array(value[0])
 
 

@@ -21,20 +21,20 @@ from typing import Any
 
 from ddp_manual.errors import BadOption
 
-# folder:PATH may look like one, but is a folder of images.
+# folder:PATH may look like MODULE:FACTORY, but is a folder of images.
 OWN_FACTORY = {"MODULE:FACTORY": r"(?!folder:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"}
 WITHOUT_COLON = r"[^\W\d]\w*(\.[^\W\d]\w*)+"
-# What Python calls the program that runs; the second in a process that multiprocessing has started.
+# The names of the running program as a module; the second one in a process that multiprocessing has started.
 MAIN = ("__main__", "__mp_main__")
-# Where one of these is loaded, the arguments of this process are those of our own command line.
+# If one of these modules is loaded, the arguments of this process are those of our own command line.
 OUR_COMMAND_LINE = {"ddp_manual.cli.main", "ddp_manual.training.program"}
 PACKAGE = Path(__file__).resolve().parents[1]
 GUARD = 'put that below a line: if __name__ == "__main__":'
 
 _importing: list[tuple[str, str]] = []
-"""The modules that are being imported for what they define, each with the reason."""
+"""The modules that are being imported only for what they define, each with the reason for an error."""
 _digests: dict[str, tuple[object, str]] = {}
-"""Module -> its spec, which is another one after a reload, and the digest of its source when it was imported."""
+"""Module -> its spec, which is another object after a reload, and the digest of its source when it was imported."""
 
 
 def is_own_factory(value: str) -> bool:
@@ -43,7 +43,7 @@ def is_own_factory(value: str) -> bool:
 
 
 def check_name(option: str, value: object) -> None:
-    """Raise BadOption where ``value`` is the user's code in place of its name, or does not name its module."""
+    """Raise BadOption if ``value`` is the user's code itself, or a name that does not say which module has it."""
     if isinstance(value, str):
         if re.fullmatch(WITHOUT_COLON, value):
             module, _, name = value.rpartition(".")
@@ -71,11 +71,11 @@ def check_name(option: str, value: object) -> None:
 
 
 def check_module(option: str, value: str) -> None:
-    """Raise BadOption if there is no such module, as far as that can be known without importing one."""
+    """Raise BadOption if there is no such module, as far as that can be known without an import."""
     name = value.partition(":")[0]
     top = name.partition(".")[0]
     is_there = sys.modules.get(top) is not None or PathFinder.find_spec(top, [os.getcwd()]) is not None
-    # By any finder of ``sys.meta_path``: an editable install adds its own.
+    # find_spec asks all finders of ``sys.meta_path``, since an editable install adds its own.
     if name.endswith(".py") or not (is_there or importlib.util.find_spec(top)):
         raise _no_module(option, value)
 
@@ -92,7 +92,7 @@ def _no_module(option: str, value: str) -> BadOption:
 
 
 def _main_name() -> str:
-    """Return the name by which the program that runs can be imported; "" for what was typed into a notebook."""
+    """Return the name by which the running program can be imported; "" for code that was typed into a notebook."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name not in MAIN:
@@ -119,7 +119,7 @@ def refuse_while_importing(call: str) -> None:
 
 
 def factory(option: str, value: str) -> Callable[..., Any]:
-    """Return what ``--<option> package.module:name`` names; modules are looked for in the current folder too.
+    """Return the function or class of ``--<option> module:name``; modules are looked for in the current folder too.
 
     Raises:
         BadOption: there is no such module, importing it fails, or it has no such function or class.
@@ -144,7 +144,7 @@ def factory(option: str, value: str) -> Callable[..., Any]:
 
 
 def call(option: str, value: str, **offered: Any) -> Any:
-    """Call the factory with those of the ``offered`` arguments that it names; what it raises comes through.
+    """Call the factory with those of the ``offered`` arguments that it takes; its exceptions come through.
 
     Raises:
         BadOption: it needs other arguments, or see ``factory``.
@@ -175,7 +175,7 @@ def factory_error(option: str, value: str, what: str, wanted: str, next: str | N
 def digest(option: str, value: str) -> tuple[str, str]:
     """Return a digest of the module's source as it was imported, and the module's file.
 
-    The digest covers all files of the module's package. What is edited while a run trains is not what it trains.
+    The digest covers all files of the module's package. Later edits do not count: the run trains the imported code.
 
     Raises:
         BadOption: the module cannot be imported.
@@ -206,7 +206,7 @@ def sources(**named: str) -> dict[str, str]:
 
 
 def _imported(option: str, value: str) -> ModuleType:
-    """Import the module of a factory. The script that runs is taken as it is: imported, it would run once more.
+    """Import the module of a factory. The running script is taken as it is: an import would run it once more.
 
     Raises:
         BadOption: there is no such module, or it raises something, or it ends the program.
@@ -217,7 +217,7 @@ def _imported(option: str, value: str) -> ModuleType:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` does; a console script has its own folder there instead
     typed = sys.argv
-    if OUR_COMMAND_LINE & sys.modules.keys():  # a script's own arguments may be meant for its modules too
+    if OUR_COMMAND_LINE & sys.modules.keys():  # otherwise they are a script's, and its modules may read them
         sys.argv = [name]
     try:
         with importing(name, "an option names the module for what it defines, not to have it run"):
@@ -238,9 +238,9 @@ def _imported(option: str, value: str) -> ModuleType:
 
 
 def _is_the_script(name: str) -> bool:
-    """Tell whether a module is the script that runs, by its own name or with its packages: ``pk.own``."""
+    """Tell whether ``name`` is the running script, by the script's own name or with its packages: ``pk.own``."""
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-    if PACKAGE in script.resolve().parents:  # a worker, whose modules are not the user's
+    if PACKAGE in script.resolve().parents:  # this package's own program, such as a worker
         return False
     below = Path(*name.split(".")).with_suffix(".py")
     files = (Path(folder, below) for folder in sys.path) if below.name == script.name else ()

@@ -27,7 +27,7 @@ FONT_SIZE = 14
 LINE = FONT_SIZE + 3
 MARGIN = 6
 WIDEST_NAME = 130
-# Pixels of a confusion matrix: all of it, and the smallest cells that have room for a name beside them or a number.
+# Pixels: a side of the largest confusion matrix, and of the smallest cells with room for a name beside or a number.
 LARGEST_MATRIX = 4000
 SMALLEST_WITH_NAME, SMALLEST_WITH_NUMBER = FONT_SIZE + 2, 34
 
@@ -41,10 +41,10 @@ def is_grey(image: Image.Image) -> bool:
 
 
 def eight_bit(image: Image.Image) -> Image.Image:
-    """Convert to mode L or RGB: 16-bit pixels keep the upper byte, and what is transparent is laid over black.
+    """Convert to mode L or RGB: 16-bit pixels keep the upper byte, transparent pixels are laid over black.
 
     Raises:
-        ValueError: nobody knows how bright the numbers of its pixels are.
+        ValueError: the range of its pixel values is unknown.
     """
     # Older versions of Pillow read the 16 bits of PNG and PPM files as 32.
     if image.mode in SIXTEEN_BITS or (image.mode == "I" and image.format in ("PNG", "PPM")):
@@ -54,7 +54,7 @@ def eight_bit(image: Image.Image) -> Image.Image:
         raise ValueError(f"pixels of mode {image.mode} have no known range: save them with 8 or 16 bits each")
     mode = "L" if is_grey(image) else "RGB"
     if image.mode in ("LA", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        # Black, like what --shift brings in from outside; convert() would show the colours that are hidden.
+        # Black, as at the edges after --shift; convert() alone would show the hidden colours of transparent pixels.
         opaque = Image.new("RGBA", image.size, (0, 0, 0, 255))
         opaque.alpha_composite(image.convert("RGBA"))
         return opaque.convert(mode)
@@ -76,7 +76,7 @@ def drawn(split: Split, index: int, width: int, height: int) -> Image.Image:
 
 
 def image_grid(split: Split, *, count: int = 40, columns: int = 10) -> bytes:
-    """Draw ``count`` images from all over the split, each with its class below; returns a PNG file."""
+    """Draw ``count`` images from all over the split, each with its class below, as a PNG file."""
     chosen = spread(split, count)
     captions = [[split.classes[label]] for label in split.labels[chosen].tolist()]
     return _grid(split, chosen, captions, [BLACK] * len(chosen), columns, title="")
@@ -118,7 +118,7 @@ def _grid(
     captions = [[_shortened(line, font) for line in caption] for caption in captions]
     height, width = split.shape[1:]
     longest = max(height, width)
-    # A whole multiple of small images; large images are reduced.
+    # Small images are enlarged by a whole number; large images are reduced.
     scale = float(max(1, round(SIDE / longest))) if longest < 1.5 * SIDE else SIDE / longest
     width, height = max(1, round(scale * width)), max(1, round(scale * height))
     column = round(max(width, *(font.getlength(line) for caption in captions for line in caption))) + 1 + MARGIN
@@ -165,10 +165,10 @@ def _png(picture: Image.Image) -> bytes:
 
 
 def confusion_picture(confusion: Tensor, classes: Sequence[str]) -> bytes:
-    """Draw one row for each class and one column for each guess; returns a PNG file.
+    """Draw one row for each class and one column for each guess, as a PNG file.
 
     A cell's colour is its share of the row, blue where the guess is right and red where it is wrong. A single mistake
-    is visible already, because the reds begin at a tint. Names and numbers are left out where they have no room.
+    is visible: the palest red is a tenth of the full red. Names and numbers are left out where they have no room.
 
     Args:
         confusion: int64 [classes, classes], rows are the truth.

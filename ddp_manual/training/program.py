@@ -1,6 +1,6 @@
 """The training as a program, which ``train`` and ``launch`` start: ``python -m ddp_manual.training OPTIONS``.
 
-It joins, trains and leaves as any script may, and says before all ranks are here what they must have in common.
+It joins, trains and leaves as any script may. ``prepare`` says, before the ranks meet, what they must have in common.
 """
 
 from __future__ import annotations

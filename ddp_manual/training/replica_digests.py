@@ -1,7 +1,7 @@
 """What ranks that hold replicas of a model must have in common, value by value, and a digest of it.
 
 ``collect`` lists parameters, buffers and the state of an optimizer by name; ``digest`` reads tensors on their own
-device, where only eight bytes for each of them come from.
+device; only eight bytes per device are copied to the host.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-# Words of 8 bytes. On a CPU a piece, its weights and the room to work in stay in the cache.
+# Words of 8 bytes in a piece. On a CPU, a piece, its weights and the room to work in fit into the cache.
 PIECE = {"cpu": 1 << 15}
 PIECE_OF_OTHERS = 1 << 22
-# Tensors below this many words are read together: a call of torch takes longer than such a tensor.
+# Tensors of fewer words are joined and read together: a call of torch takes longer than reading such a tensor.
 SMALL = 1 << 12
 LOW_HALF = (1 << 32) - 1
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -47,7 +47,7 @@ class Value:
 
 @dataclass
 class State:
-    """What one rank compares."""
+    """The values that one rank compares."""
 
     values: list[Value] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -84,8 +84,8 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> State:
     """List parameters, then buffers, then the optimizer's state.
 
     Buffers that DDP copies from rank 0 before each forward pass are left out: a difference would not outlive the step,
-    and each rank may have updated its copy from its own samples. So are the statistics of normalisation layers, which
-    are those of a rank's own samples wherever nobody copies them.
+    and each rank may have updated its copy from its own samples. So are the running statistics of normalisation
+    layers: unless they are copied, each rank computes them from its own samples.
     """
     state = State()
     ignored: set[str] = set()
@@ -122,7 +122,7 @@ def _is_fsdp1(module: nn.Module) -> bool:
 def _add_optimizer(
     state: State, optimizer: Optimizer, names: Mapping[int, str], sharded: set[int], ignored: set[str]
 ) -> None:
-    """Add the numbers of the parameter groups, such as the learning rate, and what there is of each parameter's state.
+    """Add the numbers of the parameter groups, such as the learning rate, and the existing state of each parameter.
 
     Before its first step an optimizer has no state, and some never have any.
     """
@@ -143,11 +143,11 @@ def _add_optimizer(
 
 
 def _add_nested(state: State, name: str, found: Any, *, sharded: bool = False) -> None:
-    """Add tensors and numbers, also those in lists and dictionaries; what is neither is no value of the training."""
+    """Add tensors, numbers, texts and None, also those in lists and dictionaries; ignore values of other types."""
     if isinstance(found, Tensor):
         state.add(name, found, sharded=sharded and found.dim() > 0)
     elif isinstance(found, (int, float, complex)):
-        # 0.0 and -0.0 are one number, like in tensors.
+        # Adding 0 makes -0.0 the same as 0.0, as in tensors.
         state.values.append(Value(name, number=repr(found if isinstance(found, bool) else found + 0)))
     elif found is None or isinstance(found, str):
         state.values.append(Value(name, number=repr(found)))
@@ -162,8 +162,8 @@ def _add_nested(state: State, name: str, found: Any, *, sharded: bool = False) -
 def digest(values: Sequence[Value]) -> int:
     """Return 64 bits that depend on every bit of the values and on their places.
 
-    Values of different bits may be equal (0.0 and -0.0, or two bit patterns of NaN), so another digest is no
-    difference yet.
+    Values of different bits may be equal (0.0 and -0.0, or two bit patterns of NaN), so different digests do not
+    prove different values.
     """
     hashed = hashlib.blake2b(digest_size=8)
     on_device: dict[torch.device, list[Tensor]] = {}
@@ -182,8 +182,8 @@ def digest(values: Sequence[Value]) -> int:
 
 
 def _in_memory_order(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return the values as a vector, without a copy if they fill a piece of memory, and the order of the dimensions
-    there; None for the usual one. Convolutions often have their channels last."""
+    """Return the values as a vector, without a copy if they fill one block of memory, and the order of the dimensions
+    there; None for the usual order. Convolutions often have their channels last."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         return tensor.reshape(-1), None
@@ -194,7 +194,7 @@ def _in_memory_order(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
 
 
 def _words(flat: Tensor) -> Tensor:
-    """Return the bytes of a vector as int64, without a copy where they can be seen as such."""
+    """Return the bytes of a vector as int64, without a copy where size and offset are multiples of 8."""
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     size = flat.element_size()
@@ -207,7 +207,7 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _sum_up(parts: Sequence[Tensor]) -> int:
-    """Return a digest of vectors of words on one device; what it reads of the device are 8 bytes.
+    """Return a digest of vectors of words on one device; it copies only 8 bytes to the host.
 
     Each word x becomes y = x * GOLDEN, then y ^ (y >> 32), and is multiplied by an odd weight of its place; the sum
     modulo 2**64 is the digest of a piece. All three steps are bijections of a word, so a piece with one word that
@@ -250,8 +250,8 @@ def _weights(device: torch.device, count: int) -> Tensor:
 
 
 def comparable(tensor: Tensor, piece: int) -> Iterator[Tensor]:
-    """Yield the values in pieces, in the usual order of the dimensions: float64 or int64 hold each of them exactly. Of
-    a complex number the two parts are two values."""
+    """Yield the values in pieces, in the usual order of the dimensions, as float64 or int64, which hold each value
+    exactly. A complex number counts as two values."""
     tensor = tensor.resolve_conj().resolve_neg()
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     kind = torch.float64 if flat.is_floating_point() else torch.int64

@@ -31,7 +31,7 @@ def agree_on_options(world: World, options: Mapping[str, tuple[Any, str]], run_d
     Args:
         options: option -> (value, source), for all options that the ranks must have in common.
         run_dir: the folder that this rank was given, or its default.
-        chosen: whether it was given that folder.
+        chosen: whether this rank was given that folder.
 
     Raises:
         ConfigMismatch: on every rank alike, naming the first rank whose options are not rank 0's.
@@ -41,7 +41,7 @@ def agree_on_options(world: World, options: Mapping[str, tuple[Any, str]], run_d
     world.take_folder(found[0]["run_dir"], own=run_dir, chosen=chosen)
     for other in found[1:]:
         if differing := differing_options(found[0]["options"], other["options"]):
-            world.gather(None)  # by now every agent knows the folder, into which it writes this error
+            world.gather(None)  # afterwards every agent knows the folder into which it writes this error
             who = " ".join(other["who"].split()[:2])
             raise ConfigMismatch(
                 f"{other['who']} is to train with other options than rank 0: {', '.join(differing)}",
@@ -69,7 +69,7 @@ def compare_data(world: World, train: Split, test: Split, *, own_factory: bool) 
     if not odd:
         return mine[0][1], mine[1][1]
     hosts = [line["host"] for line in world.roster()]
-    # No rank leaves before all know why: a rank that is still asking would give a peer's leaving as the cause.
+    # No rank leaves before all have the messages: a rank that still waits would report a peer's leaving as the cause.
     world.gather(None)
     lines = []
     for index, part in enumerate(PARTS):

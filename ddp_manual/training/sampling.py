@@ -25,8 +25,8 @@ def share(order: Tensor, *, start: int, stop: int, rank: int, world_size: int) -
 
 
 def at_least(fewest: int, samples: Tensor, order: Tensor, *, stop: int) -> Tensor:
-    """Return these samples of a step that ends at ``stop`` in that order. If they are fewer than ``fewest``, add the
-    samples that come next, or at the end of the epoch those from its beginning."""
+    """Return ``samples`` of a step that ends at ``stop`` in ``order``. If they are fewer than ``fewest``, add the
+    samples that follow the step, or at the end of the epoch those from its beginning."""
     missing = fewest - len(samples)
     return torch.cat([samples, order.roll(-stop)[:missing]]) if missing > 0 else samples
 

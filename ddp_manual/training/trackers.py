@@ -1,6 +1,6 @@
 """``--track``: TensorBoard, Weights & Biases and ``track.jsonl`` follow a run, on rank 0.
 
-They are called where something happens, without a queue of our own. What may take long is theirs already:
+They are called at once where something happens: this package has no queue for them. Slow work is done elsewhere:
 ``wandb.log`` hands the values to wandb-core, a process of wandb's that writes and uploads them, and returns. But a
 frozen wandb-core blocks ``wandb.log`` after some 800 calls; the other ranks then wait, and the run ends after
 ``--stall_timeout``.
@@ -30,8 +30,8 @@ from ddp_manual.training.evaluation import Predictions
 logger = logging.getLogger(__name__)
 
 PROJECT = "ddp_manual"
-# Seconds for the server of Weights & Biases to begin a run, while all ranks wait, and to take what is left of it at the
-# end, when all other ranks have left. Its own time-out for a login is 10 s.
+# Seconds for the server of Weights & Biases to begin a run, while all ranks wait, and to take the rest of the upload at
+# the end, when all other ranks have left. Its own time-out for a login is 10 s.
 BEGIN_WITHIN = 15.0
 UPLOAD_WITHIN = 15.0
 # Test images in a tracker's table of predictions.
@@ -51,11 +51,11 @@ class Table(NamedTuple):
 class Tracker(ABC):
     """A place from which a run can be followed. What a method raises ends the tracker, but not the run.
 
-    ``step`` counts from 1, as in ``Metrics``; it never falls.
+    ``step`` counts from 1, as in ``Metrics``; it never decreases.
     """
 
     name: ClassVar[str]
-    """As ``--track`` has it."""
+    """Its name in ``--track``."""
     advice = "metrics.jsonl has the same numbers"
     """What to do when this tracker has failed."""
 
@@ -65,7 +65,7 @@ class Tracker(ABC):
 
         Args:
             name: of the run.
-            options: and what follows from them, as JSON values.
+            options: the options and the values that follow from them, as JSON values.
             paths: the tracker writes only below the run's folder.
             step: the last one of the checkpoint that the run resumes from; 0 if it begins.
         """
@@ -79,7 +79,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, summary: Mapping[str, Any] | None) -> None:
-        """Finish: the run is complete, and this is its ``summary.json``; or None: it has stopped or failed."""
+        """Finish. ``summary`` is the content of ``summary.json``; None if the run has stopped or failed."""
 
 
 class Trackers:
@@ -93,7 +93,7 @@ class Trackers:
         self._trackers: list[Tracker] = []
         self._names = names
         self.summary: Mapping[str, Any] | None = None
-        """Of the run, once it is complete."""
+        """The summary of the run, once it is complete."""
 
     def open(self, settings: Mapping[str, Any], paths: RunPaths) -> None:
         """Open all of them; ``settings`` is the content of ``config.json``."""
@@ -113,7 +113,7 @@ class Trackers:
             self._each(lambda tracker: tracker.predictions(step, table))
 
     def close(self) -> None:
-        """Finish, once no other rank waits for this one; a signal ends the wait."""
+        """Close all of them, when no other rank waits for this one any more; a signal ends the wait for them."""
         self._each(lambda tracker: tracker.close(self.summary), at_the_end=True)
         self._trackers = []
 
@@ -122,7 +122,7 @@ class Trackers:
             try:
                 action(tracker)
                 continue
-            except (Exception, SystemExit) as error:  # wandb has a sys.exit on one of its ways out
+            except (Exception, SystemExit) as error:  # wandb calls sys.exit in one place
                 said = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {error}"
                 reason = said.partition("\n")[0] + ("" if at_the_end else "; the run goes on without it")
             except (KeyboardInterrupt, StopSignal):
@@ -134,7 +134,7 @@ class Trackers:
 
 
 def run_name(options: Mapping[str, Any]) -> str:
-    """Return ``convnet-mnist-2ranks-1c5ad2c6``; of a path, as in ``folder:PATH``, the last part."""
+    """Return a name like ``convnet-mnist-2ranks-1c5ad2c6``; of a path, as in ``folder:PATH``, it has the last part."""
     model, dataset = (options[name].rstrip("/").rpartition("/")[2] for name in ("model", "dataset"))
     return f"{model}-{dataset}-{options['world_size']}ranks-{options['run_id']}"
 
@@ -151,7 +151,7 @@ def table_of(predictions: Predictions) -> Table:
 
 
 class JsonLines(Tracker):
-    """Events as lines of ``track.jsonl``, for a program of one's own to follow.
+    """Events as lines of ``track.jsonl``, for the user's own program to follow.
 
     Each line has ``event``, ``time`` (seconds since 1970) and ``step``. Pictures are named, not copied.
     """
@@ -194,7 +194,7 @@ class TensorBoard(Tracker):
     def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # The steps after the checkpoint will come again: its readers then pass over the first ones.
+        # The steps after the checkpoint are trained again: TensorBoard then skips what was written of them before.
         self._writer = SummaryWriter(str(paths.tensorboard), purge_step=step + 1)
         text = json.dumps({"run": name, **options}, indent=2)
         self._writer.add_text("hyperparameters", f"```\n{text}\n```", step)
@@ -249,7 +249,7 @@ class WeightsAndBiases(Tracker):
                         why_offline = "no login and no WANDB_API_KEY"
                 except wandb.Error as error:
                     why_offline = str(error).splitlines()[0]
-            # A run that resumes keeps its id, and the name it has there: somebody may have changed that.
+            # A run that resumes keeps its id, and its name on the server, which somebody may have changed.
             earlier = None
             if step and paths.wandb_id.exists():
                 earlier = str(json.loads(paths.wandb_id.read_bytes())["id"])
@@ -262,7 +262,7 @@ class WeightsAndBiases(Tracker):
                 config=dict(options),
                 allow_val_change=True,
                 mode="offline" if why_offline else None,
-                # A run that the user's own script has begun is left alone.
+                # Leaves a run alone that the user's own script has begun.
                 reinit="create_new",
                 settings=wandb.Settings(
                     console="off",  # otherwise it replaces stdout and stderr
@@ -316,7 +316,7 @@ class WeightsAndBiases(Tracker):
             except BaseException as error:
                 failed.append(error)
 
-        # In a thread, because it is wandb-core that counts finish_timeout: frozen, it would never answer.
+        # In a thread, because wandb-core itself counts finish_timeout: a frozen wandb-core never answers.
         finishing = threading.Thread(target=finish, name="ddp_manual wandb finish", daemon=True)
         finishing.start()
         finishing.join(UPLOAD_WITHIN)

@@ -1,7 +1,7 @@
 """The training loop: ``Trainer`` takes the steps of an epoch, evaluates after it, and saves checkpoints.
 
-A step copies nothing from the device to the host: the metrics add up on the device, and the ranks share them, and what
-signals ask for, at a sync point every second or so.
+A step copies nothing from the device to the host: the metrics add up on the device, and the ranks share them, and the
+requests of signals, at a sync point about every second.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Trainer:
 
     Args:
         network: on the world's device, like the data; without its DDP wrapper.
-        fewest_samples: the least that the network can be trained on in a step. A rank that has fewer, as in the last
-            step of an epoch, adds other samples, which do not count.
+        fewest_samples: the fewest on which the network can be trained in a step. A rank with fewer, as in the last step
+            of an epoch, adds other samples, which do not count.
         files: the run's files, on rank 0; None on the others.
 
     Raises:
@@ -72,7 +72,7 @@ class Trainer:
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             nesterov=config.momentum > 0,
-            # Fewer kernels to launch; but it needs a gradient of each parameter from the first step on, as DDP does.
+            # Launches fewer kernels, but needs a gradient of each parameter from the first step on; so does DDP.
             fused=self.device.type != "cpu" and not (config.no_ddp or any(map(torch.is_complex, network.parameters()))),
         )
         samples = len(data_sets.train)
@@ -83,7 +83,7 @@ class Trainer:
         self.learning_rate = LearningRate(config, self.world_size, samples)
         self.epoch_plan = EpochPlan(config, samples, self.world_size * self.batch_size)
         self.options = checkpoint_state.options_of(config, data_sets.train, data_sets.test)
-        # Batch statistics of no samples are an error, unless they are computed over all ranks.
+        # Batch statistics of no samples are an error, unless sync_bn computes them over all ranks.
         self._fewest_samples = 0 if config.sync_bn and self.world_size > 1 else fewest_samples
         self._world, self._progress = world, world.progress
         self.is_stopped = False
@@ -96,7 +96,7 @@ class Trainer:
         """Go on at ``position``, with what the run has measured until there."""
         self.position = self._began = position
         self._training_loss: float | None = None
-        """Of the last metrics."""
+        """The training loss in the last line of metrics."""
         self.evaluations = list(history.evaluations)
         self.meter = Meter(self.device, history.window, history.train_seconds)
         self._seconds_before = history.train_seconds
@@ -119,10 +119,10 @@ class Trainer:
         return History(evaluations=evaluations, window=self.meter.window, train_seconds=self.meter.seconds)
 
     def hold(self, *, at_once: bool = False) -> None:
-        """Hold the state, so that it outlives this process, if it is the turn of its step, or the end of an epoch, or
-        ``at_once``.
+        """Hold the state, so that it outlives this process, if it is due after this step, or at the end of an epoch, or
+        if ``at_once``.
 
-        What the ranks have measured since the last sync point is not held: each has summed its own.
+        Measurements since the last sync point are not held, because each rank has summed only its own.
         """
         position = self.position
         at_once = at_once or not position.taken or self.epoch_plan.epoch_ended(position)
@@ -130,14 +130,14 @@ class Trainer:
             return
         began = time.perf_counter()
         version, words, gauss = random.getstate()
-        generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # of 625 numbers one thing
+        generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # one tensor for 625 numbers
         state = {**checkpoint_state.state_of(self), "random": {"python": generator}}
-        state["options"] = {}  # which all ranks know
+        state["options"] = {}  # all ranks know them
         if not self._holder.hold(position.step, state):
             self._holder = None
             return
         seconds = time.perf_counter() - began
-        # Until the memory is there the first two take longer, which is no reason to hold less often.
+        # The least of all times: the first two holds also allocate memory, which is no reason to hold less often.
         self.meter.hold_seconds = min(seconds, self.meter.hold_seconds or seconds)
 
     @property
@@ -162,7 +162,7 @@ class Trainer:
                 parameters or optimizer states differ, and ``check_replicas`` is given; on every rank.
         """
         config, plan, meter, train, position = self.config, self.epoch_plan, self.meter, self.data.train, self.position
-        if plan.epoch_ended(position):  # a lost rank is back that was lost before the evaluation
+        if plan.epoch_ended(position):  # a rank was lost before the evaluation, and is back
             return False
         self._progress(phase="training", epoch=position.epoch + 1, steps=plan.steps(position))
         self._progress.step_seconds = 0.0
@@ -187,7 +187,7 @@ class Trainer:
             # A rank without samples still computes a loss, because DDP needs its gradients; weight 0 cancels them.
             labels = labels[: counted or None]
             self._seed(seen)
-            # DDP takes the mean over the ranks, whose shares of the samples may differ.
+            # DDP takes the mean over the ranks; the weight makes it the mean over the samples, where shares differ.
             loss, scores = self._train_step(images, labels, lr, counted * self.world_size / taking)
             self.position = position
             self.hold()
@@ -202,7 +202,7 @@ class Trainer:
             saves |= stops or save
             ends_or_saves = saves or (syncs and plan.epoch_ended(position))
             if config.check_replicas and (ends_or_saves or position.step % config.check_replicas == 0):
-                # Also before a checkpoint, so that none is written of a state that is not that of all ranks.
+                # Also before a checkpoint, so that none is written while the states of the ranks differ.
                 check_replicas(self.model, self.optimizer, step=position.step)
             if not syncs:
                 continue
@@ -270,7 +270,7 @@ class Trainer:
 
         DDP orders them anew after its first backward pass, and the place in a bucket decides how the gradients of three
         or more ranks are summed. A run that resumes has to sum them as it would have without the pause. Call this
-        before the state is restored: it moves batch statistics.
+        before the state is restored: it changes batch statistics.
         """
         train = self.data.train
         samples = torch.arange(max(1, self._fewest_samples), device=train.images.device) % len(train)
@@ -312,7 +312,7 @@ class Trainer:
         return predictions
 
     def predict(self) -> Predictions | None:
-        """Predict the test set with the network of a run that was complete already; a collective. On rank 0."""
+        """Return the predictions of a run that was complete already, on rank 0, otherwise None; a collective."""
         self._progress.phase = "evaluating"
         return self._evaluate(predict=True)[1]
 
@@ -321,18 +321,18 @@ class Trainer:
         return evaluate(self.network, test, normalise, rank=self.rank, world_size=self.world_size, predict=predict)
 
     def save(self) -> None:
-        """Save a checkpoint of where the run is; on rank 0.
+        """Save a checkpoint of where the run is; all ranks call this, rank 0 writes.
 
         Raises:
             TrainingFailed: training has diverged; on every rank. DiskFull: the file could not be written; on rank 0.
         """
         self._check_parameters()
-        self.hold(at_once=True)  # a state before a checkpoint would not be gone on from
+        self.hold(at_once=True)  # so that no held state is older than the checkpoint
         self.write(lambda files: files.save_checkpoint(self))
         self._progress.phase = "training"
 
     def write(self, write: Callable[[RunFiles], None]) -> None:
-        """Write files, on rank 0: if the run ends meanwhile, it finishes them first."""
+        """Write files, on rank 0. If the run ends meanwhile, this process finishes them first."""
         if self.files is not None:
             with self._world.saving():
                 write(self.files)

@@ -1,4 +1,4 @@
-"""What happens to images between memory and network: a whole batch at once, on its device."""
+"""Normalise and vary images between memory and network: a whole batch at once, on its device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Normalise:
 
 
 def unit_scale(channels: int) -> Normalise:
-    """Return what maps pixels to 0 to 1, whatever the data set."""
+    """Return a ``Normalise`` that maps pixels to the range 0 to 1, whatever the data set."""
     return Normalise([0.0] * channels, [255.0] * channels)
 
 
@@ -39,9 +39,9 @@ class Augmentation:
     """How each training image is varied in one epoch.
 
     Args:
-        shift: the most that is in ``shifts``: to look it up there would wait for the device at every step.
-        shifts: int64 [N, 2], pixels down and to the right; black comes in from outside.
-        flips: bool [N], whether an image is mirrored, left to right; None where no image is.
+        shift: the largest value in ``shifts``; reading it from there would wait for the device at every step.
+        shifts: int64 [N, 2], pixels down and to the right; the edges become black.
+        flips: bool [N], whether an image is mirrored, left to right; None if no image is.
     """
 
     shift: int
@@ -50,14 +50,14 @@ class Augmentation:
 
     @classmethod
     def draw(cls, count: int, *, shift: int, flip: bool, seed: int, epoch: int, device: torch.device) -> Augmentation:
-        """Draw for all samples of an epoch, so that a sample is varied alike whichever rank takes it."""
+        """Draw for all samples of an epoch, so that each sample is varied alike, whichever rank takes it."""
         generator = torch.Generator().manual_seed(seed + epoch)
         shifts = torch.randint(-shift, shift + 1, (count, 2), generator=generator).to(device)
         flips = torch.randint(0, 2, (count,), generator=generator).bool().to(device) if flip else None
         return cls(shift=shift, shifts=shifts, flips=flips)
 
     def __call__(self, images: Tensor, samples: Tensor) -> Tensor:
-        """Return images, uint8 [n, C, H, W], varied as the samples that they are: their n numbers."""
+        """Return ``images``, uint8 [n, C, H, W], varied as drawn for ``samples``, the n numbers of these samples."""
         if not self.shift and self.flips is None:
             return images
         height, width = images.shape[-2:]
@@ -72,5 +72,5 @@ class Augmentation:
             images = F.pad(images, (self.shift,) * 4)
             rows, columns = rows + self.shift, columns + self.shift
         which = torch.arange(len(samples), device=images.device)[:, None, None]
-        # [n, H, W, C]: an index between two slices goes to the front.
+        # [n, H, W, C]: where a slice stands between indices, torch puts their dimensions first.
         return images[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

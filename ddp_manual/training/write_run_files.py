@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The other metrics have the same names in the trackers as in metrics.jsonl.
+# Names for the trackers, which get the other metrics under their names in metrics.jsonl.
 TRACKED_NAMES = {"loss": "train/loss", "accuracy": "train/accuracy"}
 # With 1,000 classes the confusion matrix takes 8 MB. Nobody could read the table or the picture of more.
 MOST_CONFUSED = 1000
@@ -50,7 +50,7 @@ class RunFiles:
 
     Args:
         keep: how many of the newest checkpoints stay.
-        trackers: told of everything once ``follow`` has opened them; this closes none of them.
+        trackers: told of everything once ``follow`` has opened them; this object does not close them.
     """
 
     def __init__(self, paths: RunPaths, *, keep: int, trackers: Trackers) -> None:
@@ -70,7 +70,7 @@ class RunFiles:
         self._trackers.open(settings, self._paths)
 
     def rewind(self, position: Position, history: History, network: nn.Module, *, complete: bool) -> None:
-        """Make the files what they were at ``position``, from where the run resumes, or where it was ``complete``."""
+        """Bring the files back to what they were at ``position``, where the run resumes or was ``complete``."""
         accuracies = [evaluation.accuracy for evaluation in history.evaluations]
         at_the_end_of_an_epoch = position.epoch > 0 and not position.taken
         with writing(self._paths.run_dir, "--run_dir"):
@@ -87,7 +87,7 @@ class RunFiles:
             self._write_model(network)
 
     def _accuracies_on_disk(self) -> Any:
-        """Read the accuracies of each epoch until that of ``model.pt``, or one more; [] if none, None if damaged."""
+        """Return the accuracies of all epochs up to ``model.pt``'s, or one more; [] without a file, None if damaged."""
         try:
             return json.loads(self._paths.accuracies.read_bytes())
         except FileNotFoundError:
@@ -99,7 +99,7 @@ class RunFiles:
         values = asdict(metrics)
         try:
             run_folder.append_json_line(self._paths.metrics, values)
-        except DiskFull as error:  # a checkpoint that is not written would end the run
+        except DiskFull as error:  # without metrics the run goes on
             if not self._disk_was_full:
                 logger.warning("%s: metrics are missing there until there is room", error.what)
             self._disk_was_full = True
@@ -108,7 +108,7 @@ class RunFiles:
 
     def add_evaluation(self, trainer: Trainer) -> None:
         """Write the accuracies, and the model of the epoch that has ended."""
-        # In this order: a model of more epochs than there are accuracies would pass for that of the epoch before.
+        # In this order: if a kill came between, a model without its accuracy would pass for that of the epoch before.
         run_folder.write_json(self._paths.accuracies, [evaluation.accuracy for evaluation in trainer.evaluations])
         self._write_model(trainer.network)
         last = trainer.evaluations[-1]
@@ -154,7 +154,7 @@ class RunFiles:
 
 @contextmanager
 def _not_worth_the_run(file: Path) -> Iterator[None]:
-    """Warn if ``file``, or another of its kind, cannot be written or drawn in the body."""
+    """Warn, and raise nothing, if the body cannot draw or write ``file`` or another of its kind."""
     try:
         yield
     except Exception as error:  # such as Pillow's about a font, a strange image or too little memory
@@ -221,7 +221,7 @@ def confusion_table(predictions: Predictions) -> Iterator[bytes]:
 
 
 def _csv_line() -> Callable[[Sequence[object]], bytes]:
-    """Return what makes a line of CSV from a row: ``writerow`` returns what the file's ``write`` returns."""
+    """Return a function that makes a line of CSV from a row: ``writerow`` returns what the file's ``write`` returns."""
     file = SimpleNamespace(write=str.encode)
     return csv.writer(file, lineterminator="\n").writerow
 
