@@ -92,7 +92,7 @@ def chosen_gpus() -> str | None:
 
 
 def likely_backend(device: str, backend: str) -> str:
-    """Return the backend that ``auto`` will probably be, before torch is loaded: its variables apply."""
+    """Return the backend whose variables apply; for ``auto`` guess it, since torch is not loaded yet."""
     gpu = device == "cuda" or (device == "auto" and gpus.are_here())
     return backend if backend != "auto" else "nccl" if gpu else "gloo"
 

@@ -53,7 +53,7 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
     leaving, the process's environment, signal handlers, log configuration and limits are as before.
 
     Under ``ddp-manual run`` or ``launch`` the ranks have met already, and this opens the process group: of the options
-    ``device`` and ``backend`` count; another ``world_size`` or ``rank`` than the run's is refused.
+    only ``device`` and ``backend`` count; another ``world_size`` or ``rank`` than the run's is refused.
 
     Args:
         run_dir: where files of this run go, with ``{run_id}`` for its name; rank 0's value counts. None: no files.

@@ -30,7 +30,7 @@ class Stops:
         """The same, once that step is done."""
 
     def ask(self) -> None:
-        """Tell the agent how many steps are done. Then do one more step at most until rank 0 has named the last one."""
+        """Tell the agent, in the reporter's thread, how many steps are done; one more may be done before the answer."""
         # In this order: a step that ends after the count in the reply was read sees that this rank was asked.
         self._is_asked = True
         self._tell(StepsDone(self._done))
