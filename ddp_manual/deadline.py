@@ -1,4 +1,4 @@
-"""A deadline, with what a person is told until it has passed or what is waited for has come."""
+"""A deadline, and the lines that a person sees while a process waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_manual.terminal import Say
 # Seconds. With POLL_EVERY and Python's own start, the first line about waiting comes within a second.
 FIRST_LINE = 0.6
 POLL_EVERY = 0.2
-# Seconds between lines, of which each stays; at first, and after the first minute.
+# Seconds between lines that stay on the terminal: in the first minute, and after it.
 LINE_EVERY = 10.0
 OFTEN_WITHIN = 60.0
 THEN_EVERY = 60.0
@@ -26,7 +26,7 @@ class Waiting:
     Args:
         timeout: seconds in all.
         say: shows a line; if it has ``in_place``, until the next one: see ``terminal.log``.
-        waited: the seconds of these that have passed already.
+        waited: the seconds of ``timeout`` that have passed already.
     """
 
     def __init__(self, timeout: float, say: Say, waited: float = 0.0) -> None:
@@ -55,10 +55,10 @@ class Waiting:
     def about(self, text: str, news: Sequence[str] = (), *, kind: str = "", each_change: bool = True) -> bool:
         """Say ``text`` and ``news`` if a line is due, the text changed or there is news; return whether it was said.
 
-        A text that was said in the last 10 s does not count as changed, so that two that alternate are no flood.
+        A text that was said in the last 10 s does not count as changed: two texts that alternate would flood the log.
 
         Args:
-            kind: what counts instead of the text, such as where it quotes an operating system's words.
+            kind: compared instead of the text, such as for a text that quotes an operating system's words.
             each_change: False lets a changed text wait until a line is due.
         """
         now = time.monotonic()
@@ -81,7 +81,7 @@ class Waiting:
         return f"{text} (waited {min(self.waited, self.timeout):.0f} s{most})"
 
     def _is_shown_in_place(self, text: str, news: Sequence[str]) -> bool:
-        """Show the text as the last line of a terminal, and news above it; return False if this is none."""
+        """Show the text as the last line of a terminal, and news above it; return False if that is impossible."""
         line = self._with_seconds(text)
         if line == self._shown and not news:
             return True
@@ -94,7 +94,7 @@ class Waiting:
         return True
 
     def ends(self) -> None:
-        """Take the line away that shows what is waited for."""
+        """Remove the line that shows what is waited for."""
         self._show_in_place("")
 
     def wait_on(self, line: str, error: DdpManualError, *, kind: str = "", advice: Sequence[str] = ()) -> None:

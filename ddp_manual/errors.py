@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 TRACEBACK_FRAMES = 10
 TRACEBACK = "Traceback (most recent call last):"
-# Lines that a rank repeats of why another one has failed.
+# Lines: a rank repeats another rank's ``why`` only if it has no more than these.
 LONGEST_WHY_OF_A_PEER = 2
 SAVED = "rank 0 has saved a checkpoint"
-"""Begins why a run that was stopped has lost nothing."""
+"""Begins the ``why`` of a run that was stopped and has lost nothing."""
 EVERY_ERROR: dict[str, type[DdpManualError]] = {}
 """Identifier -> class."""
 
@@ -47,7 +47,7 @@ class DdpManualError(Exception):
     """That rank, if it has said itself why it has failed."""
 
     def __init_subclass__(cls, identifier: str | None = None, exit_code: int | None = None) -> None:
-        """Take what the class does not have from its family."""
+        """Register the class by its identifier; what it lacks, it inherits from its family."""
         if exit_code is not None:
             cls.exit_code = exit_code
         if identifier is not None:
@@ -93,7 +93,7 @@ class DdpManualError(Exception):
 class TrainingFailed(DdpManualError, identifier="training-failed", exit_code=1): ...  # the user's own code raised
 class BadOption(DdpManualError, identifier="bad-option", exit_code=2): ...  # a flag, variable or file cannot be used
 class RankMissing(DdpManualError, identifier="rank-missing", exit_code=10): ...  # not everybody came
-class HostNotReady(DdpManualError, identifier="host-not-ready", exit_code=10): ...  # of launch --hosts
+class HostNotReady(DdpManualError, identifier="host-not-ready", exit_code=10): ...  # a host of launch --hosts
 
 class MasterAddressError(DdpManualError, exit_code=11): ...  # rank 0's address
 class MasterUnresolvable(MasterAddressError, identifier="master-unresolvable"): ...  # the name has no address
@@ -102,7 +102,7 @@ class MasterUnreachable(MasterAddressError, identifier="master-unreachable"): ..
 class MasterNotAStore(MasterAddressError, identifier="master-not-a-store"): ...  # something else listens there
 class PortInUse(MasterAddressError, identifier="port-in-use"): ...  # rank 0 cannot listen: the port is taken
 class AddressNotLocal(MasterAddressError, identifier="address-not-local"): ...  # rank 0 was started on another host
-class LoopbackMaster(MasterAddressError, identifier="loopback-master"): ...  # and there are other hosts
+class LoopbackMaster(MasterAddressError, identifier="loopback-master"): ...  # of loopback, with other hosts in the run
 
 class RanksDoNotBelongTogether(DdpManualError, exit_code=12): ...  # the ranks were started differently
 class WorldSizeMismatch(RanksDoNotBelongTogether, identifier="world-size-mismatch"): ...
@@ -146,9 +146,9 @@ class PeerFailed(PeerGone, identifier="peer-failed"):
 
     @property
     def shown(self) -> tuple[str, str, str]:
-        """Leave what is long, such as a traceback, to the terminal of that rank."""
+        """The parts without a long ``why``, such as a traceback: the terminal of that rank shows it."""
         headline, why, next = super().shown
-        shows_nothing = "the program exited with code" in headline  # as Python does then
+        shows_nothing = "the program exited with code" in headline  # Python shows no traceback then
         if shows_nothing or len(why.splitlines()) <= LONGEST_WHY_OF_A_PEER:
             return headline, why, next
         rest = "traceback" if TRACEBACK in why else "rest"
@@ -168,7 +168,7 @@ class Stopped(DdpManualError, identifier="stopped"):
 
     @property
     def shown(self) -> tuple[str, str, str]:
-        """Call it no error where nothing is lost: somebody has asked for it."""
+        """The parts; not called an error if nothing is lost, since somebody has asked for the stop."""
         headline, why, next = super().shown
         return self.what if SAVED in why else headline, why, next
 

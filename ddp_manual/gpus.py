@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs that a process may use, by what the driver shows in files: without torch, nor beginning CUDA."""
+"""NVIDIA's GPUs that a process may use, as the driver's files show them: without torch or initialising CUDA."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 ROOT = Path("/")
 # Where the driver shows its GPUs; in a container those that it was given.
 DRIVER = "proc/driver/nvidia"
-# Below WSL2 Windows has the driver. There are this device for any vendor's GPU, and NVIDIA's library and tools.
+# In WSL2, where Windows has the driver: the device of any vendor's GPU, and the folder of NVIDIA's library and tools.
 WSL_DEVICE, WSL_FOLDER = "dev/dxg", "usr/lib/wsl/lib"
-# Seconds. Without persistence mode it initialises each GPU, one by one.
+# Seconds. Without persistence mode, nvidia-smi initialises the GPUs one by one.
 LISTED_WITHIN = 30.0
 _LISTED = re.compile(r"^(GPU \d+:|\s+MIG ).*\(UUID: (\S+)\)", re.MULTILINE)
 
@@ -28,7 +28,7 @@ def _is_wsl() -> bool:
 
 
 def count(chosen: str | None) -> int:
-    """Return how many a process may use.
+    """Return how many GPUs a process may use.
 
     Args:
         chosen: CUDA_VISIBLE_DEVICES: indexes or UUIDs, up to the first word that is none, as CUDA reads it; None if it
@@ -55,7 +55,7 @@ def _count_here() -> int:
 
 
 def mig_device(chosen: str | None) -> str | None:
-    """Return the UUID of the part of a GPU (MIG) that a process uses: one, however many it may; None: whole GPUs.
+    """Return the UUID of the part of a GPU (MIG) that a process uses: CUDA uses only one. None: it uses whole GPUs.
 
     Args:
         chosen: as in ``count``.
@@ -67,7 +67,7 @@ def mig_device(chosen: str | None) -> str | None:
 
 
 def _mig_of(index: int | None) -> str | None:
-    """Return the first part of the GPU with this index; without one, of the first GPU if all are divided."""
+    """Return the UUID of the first part of the GPU with this index; without index, of the first GPU if all have one."""
     if not any((ROOT / DRIVER / "capabilities").glob("gpu*/mig/gi*")):
         return None
     parts = [of_gpu for _, of_gpu in _listed()]

@@ -20,15 +20,15 @@ from ddp_manual import processes
 if TYPE_CHECKING:
     import psutil
 
-# A signal, and the seconds it has. At first none: what removes files of shared memory does so once its parent is gone.
+# A signal, and the seconds to wait after it. At first none: some processes remove shared memory once their parent ends.
 STEPS = ((0, 0.3), (signal.SIGTERM, 1.0), (signal.SIGKILL, 1.0))
 LOOK_EVERY = 0.02
 
-# A variable of workers, which what they start inherits: the pid of the process that adopts it.
+# A variable that workers and all that they start inherit: the pid of the process that adopts their orphans.
 MARK = "DDP_MANUAL_ADOPTED_BY"
 
 _started: list[subprocess.Popen[Any]] = []
-"""What this process has started itself, and waits for."""
+"""The processes that this process has started itself and waits for."""
 _adopts: list[bool] = []
 
 
@@ -46,7 +46,7 @@ def is_own(process: subprocess.Popen[Any]) -> None:
 
 
 def reap() -> None:
-    """Take note of the end of orphans, so that none stays as a zombie. A process that this one waits for itself keeps
+    """Collect orphans that have ended, so that none stays as a zombie. A process that this one waits for itself keeps
     its exit status."""
     with suppress(ChildProcessError):
         while _adopts:
@@ -57,12 +57,12 @@ def reap() -> None:
 
 
 class Children:
-    """What a worker has started, with what that has started."""
+    """The processes that a worker has started, and those that they have started."""
 
     def __init__(self) -> None:
         self._known: set[psutil.Process] = set()
         self.ended: list[str] = []
-        """What was ended, since it had not ended with the worker, such as ``tensorboard (pid 17)``."""
+        """The processes that ``end`` had to end, such as ``tensorboard (pid 17)``."""
 
     def look(self, worker: int) -> None:
         """Remember what the worker has started, before it ends."""
@@ -70,16 +70,16 @@ class Children:
             self._known.update(_below(worker))
 
     def look_at_all(self, worker: int) -> None:
-        """Do so where all workers of this process are replaced: one that was killed had no time for a look."""
+        """Do the same if all workers here are replaced: one that was killed had no time for a look."""
         self.look(worker)
         if _adopts:
             self._known.update(process for process in _below(os.getpid()) if _is_marked(process.pid))
 
     async def end(self, session: int | None = None) -> None:
-        """End what is left of a worker that has ended: at first it has the time to end by itself, then a SIGTERM.
+        """End what a worker that has ended left behind: wait, then send SIGTERM, then SIGKILL (see STEPS).
 
         Args:
-            session: of the worker, where there are other workers, whose orphans stay; None: all orphans are its own.
+            session: the worker's, if there are other workers, whose orphans stay; None: all orphans are this worker's.
         """
         import asyncio  # takes 0.05 s, which --help does without
 
@@ -104,7 +104,7 @@ class Children:
         self.ended += ended.values()
 
     def _orphans(self, session: int | None) -> list[psutil.Process]:
-        """Return the orphans of this worker that run, with what is below them."""
+        """Return the orphans of this worker that still run, and their descendants."""
         import psutil
 
         own, found = _own(), dict[int, psutil.Process]()
@@ -134,7 +134,7 @@ def end_all() -> None:
 
 
 def end_daemons() -> None:
-    """End what multiprocessing ends when Python exits, such as a DataLoader's processes: this process ends without."""
+    """End what multiprocessing would end at exit, such as a DataLoader's processes: this process skips that exit."""
     import multiprocessing  # takes 0.01 s, which --help does without
 
     with suppress(Exception):
@@ -148,8 +148,8 @@ def _own() -> set[int]:
 
 
 def _is_marked(pid: int) -> bool:
-    """Return whether a worker of this process has started it; a container, or the shell that this process was before,
-    may have other children."""
+    """Return whether a worker of this process has started that one; a container, or the shell that this process was
+    before, may have other children."""
     with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
         return f"{MARK}={os.getpid()}".encode() in file.read().split(b"\0")
     return False

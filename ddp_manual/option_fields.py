@@ -41,7 +41,7 @@ def option(
     forms: Mapping[str, str] | None = None,
     shared: bool = True,
 ) -> T:
-    """A dataclass field that is also a command-line option.
+    """Return a dataclass field that is also a command-line option.
 
     Args:
         minimum, maximum: the smallest and the largest value allowed; ``above``, ``below``: bounds that are not allowed
@@ -157,7 +157,7 @@ def value_types(options: type) -> dict[str, type]:
 
 
 def number_below(name: str, number: int, total: str, count: int, what: str) -> str:
-    """Say what to type where an option numbers a rank or a host that does not exist, of ``count`` in ``total``."""
+    """Return the advice where ``number`` of ``--name`` is not below ``count`` of ``--total``; both count ``what``."""
     if count > 1:
         return f"choose a --{name} from 0 to {count - 1}"
     return f"say how many {what} there are: --{total} {number + 1} or more"

@@ -20,9 +20,9 @@ class Program:
     """The path of the script, the module's name, or the executable."""
     arguments: tuple[str, ...] = ()
     prepare: str = ""
-    """``module:function``, which says before all ranks are here what they must have in common of the user's own code:
-    it is called with the rank and the arguments, and returns options. The device is chosen then too; a program without
-    it chooses a device itself."""
+    """``module:function``, called with the rank and the arguments before all ranks are here; it returns the options, of
+    the user's own code, that must be the same on all ranks. The worker then chooses the device too; a program without
+    ``prepare`` chooses its device itself."""
     ends_at_once: bool = False
     """Whether it has nothing to do at its end, such as for threads, so that a teardown that could hang is left out."""
 

@@ -27,7 +27,7 @@ class ProgressLines:
             self._bar.advance(self._bar.task_ids[0])
 
     def say(self, line: str, *, passes: bool = False) -> None:
-        """Show a line, every so many steps; one that ``passes`` only beside a bar, where the next one replaces it."""
+        """Show a line; a line that ``passes`` is shown only beside a bar, where the next line replaces it."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], description=re.sub(r"^step \S+ | lr \S+| samples(?=/s)", "", line))
         elif self._shown and not passes:
@@ -39,7 +39,7 @@ def progress(total_steps: int, *, done: int, shown: bool) -> Iterator[ProgressLi
     """Show progress over ``total_steps``, of which some are ``done``: on a terminal as a bar, otherwise as lines.
 
     Args:
-        shown: only on rank 0, which speaks for all ranks.
+        shown: True only on rank 0, which speaks for all ranks.
     """
     if not (shown and sys.stderr.isatty()):
         yield ProgressLines(shown=shown)

@@ -40,7 +40,7 @@ class RankOutput:
             log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
 
     def write(self, text: bytes, sink: TextIO | None = None) -> Future[None]:
-        """Write to both, in turn with all other output; the rank continues even if the log or the terminal fails."""
+        """Write to terminal and log, in turn with all other output; the rank continues even if one of them fails."""
         return self._writer.submit(self._write, text, sink)
 
     def print(self, line: str, sink: TextIO | None = None, *, shown: bool = True) -> None:
@@ -49,7 +49,7 @@ class RankOutput:
         self._writer.submit(self._write, f"{wrapped(line, None)}\n".encode(), sink, f"{own}\n" if shown else "")
 
     def print_error(self, error: DdpManualError, *, shown: bool) -> None:
-        """Write the error that ends the rank, likewise."""
+        """Write the error that ends the rank to the log and, if ``shown``, to stderr."""
         text = f"{error.render(self._room(sys.stderr))}\n" if shown else ""
         self._writer.submit(self._write, f"{error.render()}\n".encode(), None, text)
 

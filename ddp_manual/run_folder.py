@@ -31,7 +31,7 @@ LOCK_TIMEOUT = 3.0
 OF_A_RANK = ("failure-rank*.json", "log-rank*.txt")
 # A name that neither leads out of its folder nor is hidden.
 _PLAIN_NAME = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
-# Of ``default_run_dir``, what stands before the name of the run.
+# The part of ``default_run_dir`` before the run_id.
 _DEFAULT_BEGINS = r"runs/\d{8}-\d{6}-"
 
 
@@ -193,7 +193,7 @@ class RunPaths:
 
     @property
     def holder(self) -> str | None:
-        """The process that trains into the folder, see ``holder_of``; None where there is none, or are no locks."""
+        """The process that trains into the folder, see ``holder_of``; None if no process does, or locks are missing."""
         with suppress(OSError), open(self.lock, encoding="utf-8", errors="replace") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -215,7 +215,7 @@ class RunPaths:
 
     @staticmethod
     def of_another_attempt(failure: Path) -> Path:
-        """Return a free name for a failure that is not the run's end: the run has gone on since, or did not yet."""
+        """Return a free name for a failure that is not the run's end: the run went on since, or was not resumed yet."""
         names = (failure.with_name(f"{failure.stem}.restart{number}.json") for number in itertools.count())
         return next(name for name in names if not name.exists())
 
@@ -352,7 +352,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def append_json_line(path: Path, content: Any) -> None:
-    """Append a line to a ``.jsonl`` file, in a single write; of a line for which there is no room nothing stays."""
+    """Append a line to a ``.jsonl`` file, in a single write; if there is no room for all of it, keep nothing of it."""
     line = f"{json.dumps(content, allow_nan=False)}\n".encode()
     with writing(path, "--run_dir"), open(path, "ab", buffering=0) as file:
         begin = file.tell()

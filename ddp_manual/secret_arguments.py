@@ -12,7 +12,7 @@ HIDDEN = "..."
 
 
 def without_secrets(words: Sequence[str], shown: Callable[[str], str] = lambda secret: HIDDEN) -> list[str]:
-    """Return what was typed with other words for secrets: the values of ``--api_key value`` and ``api_key=value``."""
+    """Return what was typed with its secrets replaced: the values of ``--api_key value`` and ``api_key=value``."""
     kept: list[str] = []
     is_value = False
     for word in words:

@@ -1,8 +1,8 @@
 """What signals ask of a run: to stop after a step that all ranks agree on, or to save a checkpoint.
 
 An agent handles them in its event loop (what they do is decided in ``protocol/stop_signals.py``) and tells its worker,
-which ignores signals itself. A person's own script handles them with Python's handlers. Another signal has a process
-write its Python stacks.
+which ignores signals itself. A person's own script handles them with Python's handlers. The signal STACKS has a
+process write its Python stacks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ONCE_WITHIN = 0.3
 SENT_TO_ALL_WITHIN = 0.1
 
 _sigterm_without_us: list[Any] = []
-"""What handled SIGTERM before each handler of this package that is set now; the first is the user's own."""
+"""For each handler of SIGTERM that this package has set, the handler before it; the first is the user's own."""
 
 
 def handled() -> list[signal.Signals]:
@@ -184,11 +184,11 @@ class Witness:
                     _collect_signals(parent, own_session=own_session)
 
     def has_got(self, number: int, program: int) -> bool:
-        """Return whether this signal has come there too, and so to the program; all who ask about it at the same moment
-        get one answer.
+        """Return whether the witness has got this signal too, and so the program. All who ask about a signal within
+        ONCE_WITHIN seconds get one answer.
 
         Args:
-            program: the pid. One with a process group of its own does not get what is sent to that of the witness.
+            program: its pid. A program in another process group does not get what is sent to the witness's group.
         """
         now = time.monotonic()
         if not self.pid:
@@ -204,7 +204,7 @@ class Witness:
         return self._answers[number][1]
 
     def forget(self) -> None:
-        """Let it forget what has come: nobody will ask about that any more."""
+        """Clear the signals that the witness has pending: nobody will ask about them any more."""
         with suppress(OSError):
             if self.pid:
                 os.kill(self.pid, STACKS)

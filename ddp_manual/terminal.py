@@ -36,7 +36,7 @@ class _Log(logging.Handler):
     _shown = ""
     """The line that the next one replaces."""
     _whole = ""
-    """What was said in lines that stay, since it has no room in one."""
+    """The last text that was too long for one line, and so was printed in full above it."""
 
     def __call__(self, line: str) -> None:
         LOGGER.info("%s", line)
@@ -137,7 +137,7 @@ def print_error(error: DdpManualError, took: float | None = None) -> None:
 
 
 def _is_in_foreground() -> bool:
-    """Return whether nobody types at the terminal, as beside a process in the background."""
+    """Return whether this process is not in the background, where a person may be typing at the terminal."""
     with suppress(OSError, ValueError):
         return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
     return False

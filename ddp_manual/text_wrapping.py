@@ -20,7 +20,7 @@ def wrapped(text: str, width: int | None, *, margin: str = MARGIN) -> str:
     """Wrap the lines of a text, except for those that begin with a space.
 
     Args:
-        width: in columns; None: as wide as they are.
+        width: in columns; None: lines are not wrapped.
         margin: what all lines of prose but the first begin with.
     """
     lines: list[str] = []

@@ -28,9 +28,9 @@ ROOM = 1 << 20
 PIECE = 4096
 # Seconds. A terminal that is read takes a line within a millisecond; later lines of other processes then follow it.
 WRITTEN_WITHIN = 0.1
-# Seconds. A thread that may wait for a reader no longer does so once that takes nothing for so long.
+# Seconds. A thread stops waiting for a reader that has taken nothing for so long.
 UNREAD_AFTER = 0.5
-# Seconds that the last lines of a process have; of one that a person has typed, which may have stopped its terminal.
+# Seconds to write a process's last lines; and those of a command that a person typed, who may have stopped the output.
 LAST_LINES_WITHIN = 1.0
 A_PERSON_READS_WITHIN = 600.0
 
@@ -48,7 +48,7 @@ class _Writer:
         self._left_out = 0
         """The lines that were left out before the first of ``_texts``."""
         self._taken_at = self._unread_since = time.monotonic()
-        """When the reader has last taken something, and when it had before the first line was left out."""
+        """When the reader last took something; and when it had last done so before the first line was left out."""
 
     def add(self, lines: bytes) -> None:
         """Have these lines written."""
@@ -86,7 +86,7 @@ class _Writer:
     def wait_for_the_last_lines(self) -> bool:
         """Wait until all is written, or until the reader takes nothing for 1 s; return whether all is written.
 
-        That is counted in short steps: a process that was stopped meanwhile still has its time.
+        That is counted in short steps: a process that was stopped meanwhile does not lose it.
         """
         steps = 10
         with self._turn:
@@ -121,7 +121,7 @@ class _Writer:
         while text:
             try:
                 text = text[os.write(self._descriptor, text[:PIECE]) :]
-            except BlockingIOError:  # another process has made the terminal one that refuses instead
+            except BlockingIOError:  # another process has made the terminal non-blocking
                 select.select([], [self._descriptor], [])
             except OSError:  # the reader has gone
                 return
@@ -136,7 +136,7 @@ os.register_at_fork(after_in_child=lambda: _writers.update({number: _Writer(numb
 
 
 class _Below(io.RawIOBase):
-    """What is below stdout or stderr."""
+    """The raw stream below stdout or stderr, which gives the lines to the thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -184,8 +184,8 @@ def never_block(patience: float = LAST_LINES_WITHIN) -> Iterator[None]:
     """Have nothing that this process prints in the body wait for a reader.
 
     Args:
-        patience: seconds that what is still unwritten after it has. While a process waits for longer than a second,
-            which has nothing else to do any more, signals end it.
+        patience: seconds after the body to write what is still unwritten. If that takes longer than a second, signals
+            end the process again, which has nothing else to do any more.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_unblocked, before)

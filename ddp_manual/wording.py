@@ -19,7 +19,7 @@ def duration(seconds: float) -> str:
 
 
 def at(address: str, port: int) -> str:
-    """``10.0.0.1:29500``, ``[fe80::1]:29500``"""
+    """Return ``10.0.0.1:29500`` or ``[fe80::1]:29500``."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
@@ -29,14 +29,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def as_ranges(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """[1, 2, 3, 7] -> [(1, 3), (7, 7)]: short even for thousands of missing ranks."""
+    """Return [(1, 3), (7, 7)] for [1, 2, 3, 7]: short even for thousands of missing ranks."""
     consecutive = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
     ranges = [[rank for _, rank in pairs] for _, pairs in consecutive]
     return [(ranks[0], ranks[-1]) for ranks in ranges]
 
 
 def in_words(ranges: Sequence[Sequence[int]]) -> str:
-    """[(1, 3), (7, 7)] -> ``ranks 1-3, 7``; after MOST_RANGES of them ``, ...``"""
+    """Return ``ranks 1-3, 7`` for [(1, 3), (7, 7)]; after MOST_RANGES ranges ``, ...`` follows."""
     alone = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:MOST_RANGES]]
     return ("rank " if alone else "ranks ") + ", ".join([*shown, *["..."] * (len(ranges) > MOST_RANGES)])

@@ -172,8 +172,7 @@ class WorldSpec(Options):
         return cls(**values, sources=sources)
 
     def of_script(self) -> WorldSpec:
-        """Return the options as a rank of the user's own program has them, which has another default for one of
-        them."""
+        """Return the options for a rank of the user's own program, where stall_timeout has another default."""
         return dataclasses.replace(self, stall_timeout=self.stall_timeout or STALL_TIMEOUT_OF_SCRIPT)
 
     @property
@@ -183,7 +182,7 @@ class WorldSpec(Options):
 
     @property
     def standby(self) -> tuple[str, int] | None:
-        """Where ranks that have lost rank 0 look for it too; None if nothing, or nothing that can be, was given."""
+        """Where ranks that have lost rank 0 look for it too; None if no address, or none that is valid, was given."""
         found = re.fullmatch(
             r"(?:([^][:\s]+)|\[([^][\s]+)\])(?::(\d{1,5}))?|([^][\s]*:[^][\s]*)", self.standby_addr or ""
         )
@@ -217,7 +216,7 @@ class WorldSpec(Options):
 
     @property
     def alone(self) -> bool:
-        """Whether this is a world of one at no chosen port, so that rank 0 needs no fixed port."""
+        """Whether world_size is 1 and nobody has chosen a port, so that rank 0 needs no fixed port."""
         is_default = self.master_port == WorldSpec.master_port and self.source("master_port") == "default"
         return self.world_size == 1 and is_default
 

@@ -98,7 +98,7 @@ def launch(context: click.Context, /, **typed: Any) -> int:
     if not by_ssh and "nproc" not in place:
         check_before_script("launch", script, "nproc", "nproc_per_node")
         raise click.MissingParameter(ctx=context, param_hint="--nproc", param_type="option")
-    options = given(WorldSpec, place)  # and none of a rank's variables, which another launcher may have left
+    options = given(WorldSpec, place)  # not from a rank's variables: another launcher may have left them
     task: Program | TrainConfig
     if script is not None:
         task = script

@@ -16,7 +16,7 @@ from ddp_manual.cli.stdout import print_result, redrawing
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.world_options import WorldSpec
 
-# Options of which ``evaluate`` has the run's values.
+# Options for which ``evaluate`` takes the run's values.
 OF_THE_RUN = ("model", "normalization", "dataset", "image_size", "classes", "data_dir")
 
 

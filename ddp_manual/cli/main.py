@@ -71,7 +71,7 @@ for command in IN_THE_USUAL_ORDER:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status, after printing any error the way all errors are printed."""
+    """Run a command, print the error that it raises, and return the exit status."""
     terminal.escape_what_cannot_be_shown()
     try:
         with signal_handlers.raise_on_stop():
@@ -89,7 +89,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """The console script: like ``run``, then end the process."""
+    """Run a command, then end the process with its exit status: the console script."""
     sys.exit(run(arguments))
 
 
@@ -111,12 +111,12 @@ def _as_ours(error: Exception) -> errors.DdpManualError:
 
 
 def _of_click(error: click.ClickException) -> errors.BadOption:
-    """Turn what click cannot read into an error that leads to the help of the command."""
+    """Turn an error of click's into one that names the command's --help."""
     program, arguments = command_line.typed_command()
     command = [*program, *arguments[: bool(arguments) and arguments[0] in ddp_manual.commands]]
     context = error.ctx if isinstance(error, click.UsageError) else None
     if command[-1] == "launch" and context is not None:
-        command[-1] = context.info_name or "launch"  # train, of the options after the --
+        command[-1] = context.info_name or "launch"  # train, which has the options after the --
     why = getattr(getattr(error, "param", None), "help", None)
     next = whole(f"{shlex.join(command)} --help")
     if isinstance(error, click.NoSuchOption):

@@ -40,7 +40,7 @@ RARE = {
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists its options below headings; those that most people never need with --help-all only."""
+    """A command whose help lists its options below headings; only --help-all shows those in RARE."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         *others, help = super().get_params(ctx)
@@ -127,12 +127,12 @@ def options_of(
 
 
 def given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
-    """Pick the options of a dataclass that were typed."""
+    """Return option -> value, for the options of a dataclass that were typed."""
     return {field.name: flags[field.name] for field in option_fields(kind) if flags.get(field.name) is not None}
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-# Those that say how to run a program of the user's own.
+# The options that say how to run a program of the user's own.
 program_options = together(
     click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."),
     click.option("--no_python", is_flag=True, help="SCRIPT is any executable, not a script in Python."),
@@ -145,7 +145,7 @@ program_options = together(
 
 
 def _refuse(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Say what a command has in place of an option that only torchrun has."""
+    """Raise BadOption for an option that only torchrun has; it says what the command has instead."""
     if value is not None:
         name = parameter.opts[0]
         raise errors.BadOption(
@@ -164,7 +164,7 @@ refused_options_of_torchrun = together(
 
 
 def launched_program(defaults: Mapping[str, object] | None = None) -> Callable[[Any], Any]:
-    """Give a command what starts all ranks has: the program, its options, and those of the ranks.
+    """Give a command for all ranks its parameters: the program, the program's options, and those of the ranks.
 
     Args:
         defaults: see ``options_of``.
@@ -195,7 +195,7 @@ def own_program(context: click.Context) -> Program | None:
 
 
 def check_before_script(command: str, program: Program | None, *names: str) -> None:
-    """Raise BadOption where a command lacks an option that was typed after the script, and so went to that."""
+    """Raise BadOption if a command lacks an option because it was typed after the script, and so went to the script."""
     if program is not None and (late := option_in(program.arguments, *names)):
         raise errors.BadOption(
             f"{command} was given no {'hosts' if 'hosts' in names else f'--{names[0]}'} before {program.name}",
@@ -217,7 +217,7 @@ def program_of(words: Sequence[str], *, as_module: bool = False, no_python: bool
     """Return the program that was typed.
 
     Raises:
-        BadOption: it is said to be a module and no Python at all.
+        BadOption: both -m and --no_python were typed.
     """
     if as_module and no_python:
         raise errors.BadOption(

@@ -24,7 +24,7 @@ from ddp_manual.training.options import TrainConfig
 from ddp_manual.world_options import STALL_TIMEOUT, STALL_TIMEOUT_OF_SCRIPT, WorldSpec
 
 FOUND_A_PROBLEM = 3
-# What the help calls the default.
+# What the help calls the default of an option, where that differs from the field's.
 OF_OURS = {"stall_timeout": round(STALL_TIMEOUT)}
 OF_CHECK = {**OF_OURS, "join_timeout": 30}
 OF_SCRIPTS = {"stall_timeout": round(STALL_TIMEOUT_OF_SCRIPT)}

@@ -35,7 +35,7 @@ def print_result(text: str) -> None:
 
 @contextmanager
 def redrawing() -> Iterator[Say]:
-    """Yield a function that replaces the text on the terminal, as far as it has room; in the end all of it is there.
+    """Yield a function that replaces the text on the terminal, as far as it has room; at the end all is there.
 
     The terminal itself wraps long lines, so that a command that is copied from there is still one line.
     """

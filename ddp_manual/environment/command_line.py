@@ -25,7 +25,7 @@ def program_file() -> Path | None:
 def typed_command() -> tuple[list[str], list[str]]:
     """Return what was typed: the program, such as ``python run_multi_gpu_train.py``, and its arguments.
 
-    Where a program runs another one, as a debugger does by way of runpy, it is the other one's part of what was typed.
+    If a program runs another program, as a debugger does with runpy, return the other program's part of what was typed.
     """
     end = len(sys.orig_argv) - (len(sys.argv) - 1)
     program, arguments = list(sys.orig_argv[:end]), list(sys.orig_argv[end:])

@@ -1,4 +1,4 @@
-"""Which launcher has started this process, and as which rank, or which node, its variables say; each with its source.
+"""Read from the variables which launcher has started this process, and as which rank or node; with each source.
 
 A launcher starts one process per rank (torchrun, srun, mpirun, an Indexed Job), or one per node (SkyPilot, dstack,
 Kubeflow's TrainJob, and srun with one task per node), which then starts the ranks of that node.
@@ -30,14 +30,14 @@ STARTERS = {
     )
 }
 TORCHRUN, PMI = STARTERS["torchrun"], STARTERS["mpiexec"]
-# A rank that was started by torchrun, or by this package, has this one, whatever has started torchrun.
+# A rank that torchrun or this package has started has this variable, whatever has started torchrun.
 STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-# What else starts ranks over PMIx, which tells each its number only: prterun, and srun --mpi=pmix.
+# prterun, and srun --mpi=pmix, start ranks over PMIx, which tells each rank only its number.
 PMIX = {"rank": "PMIX_RANK"}
 
 OF_NODE = ("nnodes", "node_rank", "nproc", "master_addr", "master_port")
-# Of launchers that start a process per node: what says how many nodes and which, how many ranks or GPUs each has, and
-# where the first one is. A variable that holds several addresses has the first node's first.
+# The variables of launchers that start a process per node: how many nodes, which node, how many ranks or GPUs per node,
+# and the first node's address and port. A variable that holds several addresses has the first node's first.
 NODE_LAUNCHERS = [
     dict(zip(OF_NODE, variables.split(), strict=False))
     for variables in (
@@ -136,7 +136,7 @@ def with_flags(found: Identity, flags: Mapping[str, Any]) -> tuple[dict[str, Any
 
 
 def nobody_says_of_how_many(rank: Sourced) -> BadOption:
-    """Return the error for a rank whose launcher has not told it the world size, and nor has anyone else."""
+    """Return the error for a rank to which neither its launcher nor anyone else has told the world size."""
     pod = rank.source == KUBERNETES["rank"]
     size = STARTERS.get(starter_of(rank.source) or "", {}).get("world_size")
     return BadOption(
@@ -152,7 +152,7 @@ def nobody_says_of_how_many(rank: Sourced) -> BadOption:
 
 
 def starter_of(variable: str) -> str | None:
-    """Return what to type in front of a rank's own command, where a launcher has told the rank by that variable."""
+    """Return what to type in front of a rank's own command, such as srun, if its rank came from this variable."""
     return next((typed for typed, names in STARTERS.items() if names["rank"] == variable), None)
 
 
@@ -190,7 +190,7 @@ def process_that_set(variable: str) -> int | None:
     import psutil  # takes 0.02 s, which --help does without
 
     with suppress(psutil.Error, OSError):
-        ancestor = psutil.Process().parent()  # one after the other: those above the launcher may be hidden
+        ancestor = psutil.Process().parent()  # step by step: processes above the launcher may be hidden
         while ancestor is not None and variable in ancestor.environ():
             ancestor = ancestor.parent()
         return ancestor.pid if ancestor is not None and _PROCESSES.match(ancestor.name()) else None
@@ -255,8 +255,8 @@ def _of_slurm_node(environment: Environment) -> Identity:
 
 
 def _of_node_launcher(environment: Environment, *also: str) -> Identity:
-    """Return the node that the first of ``NODE_LAUNCHERS`` has started this process for, of those that say which node
-    it is, and ``also`` these options."""
+    """Return what the variables of the first of ``NODE_LAUNCHERS`` tell of this process's node; a launcher counts only
+    if they tell node_rank and the options in ``also``."""
     nodes = (read(names, environment) for names in NODE_LAUNCHERS)
     return next((found for found in nodes if found.keys() >= {"node_rank", *also}), {})
 

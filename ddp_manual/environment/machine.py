@@ -18,7 +18,7 @@ def host_name() -> str:
 
 
 def host_id() -> str:
-    """Identify this host; containers and network namespaces of one machine differ, since GPUs or ports do."""
+    """Identify this host. Containers and network namespaces of one machine differ: they have other GPUs or ports."""
     parts = [host_name()]
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         parts.append(file.read().strip())
@@ -33,7 +33,7 @@ def in_container() -> bool:
 
 
 def reached_at() -> tuple[str, str]:
-    """Return the addresses of this host and of the other one, as ssh has connected them."""
+    """Return the addresses of this host and of the client of its ssh session; without ssh, 127.0.0.1."""
     client, _, server, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), *["127.0.0.1"] * 3]
     return server, client
 
@@ -92,7 +92,7 @@ def chosen_gpus() -> str | None:
 
 
 def likely_backend(device: str, backend: str) -> str:
-    """Guess what ``auto`` will become before torch is loaded, to know which backend's variables apply."""
+    """Return the backend whose variables apply; for ``auto`` guess it, since torch is not loaded yet."""
     gpu = device == "cuda" or (device == "auto" and gpus.are_here())
     return backend if backend != "auto" else "nccl" if gpu else "gloo"
 

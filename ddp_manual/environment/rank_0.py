@@ -24,12 +24,12 @@ class Sourced(NamedTuple):
 Identity = dict[str, Sourced]
 """Option -> its value and source; an option that no variable tells is missing."""
 
-# Below the ports that Linux gives to connections of its own, 32768 and up.
+# Below 32768: from there on Linux chooses the ports of outgoing connections.
 FIRST_JOB_PORT, JOB_PORTS = 16384, 16384
 
 
 def job_port(job: int, step: int = 0) -> int:
-    """Return the port at which the ranks of a step of a batch job meet, which others hardly share."""
+    """Return the port at which the ranks of a step of a batch job meet; other jobs rarely get the same port."""
     return FIRST_JOB_PORT + (31 * job + step) % JOB_PORTS
 
 
@@ -47,17 +47,17 @@ def check_is_found(
     """Check that the ranks that a launcher has started on several hosts can find rank 0.
 
     Args:
-        host: where they look for it; None if no variable tells.
+        host: where the ranks look for rank 0; None if no variable tells.
         is_rank_0: whether this process is rank 0 itself.
-        own_host: the name of its host.
-        is_here: whether that is where the ranks look for rank 0.
+        own_host: the name of this process's host.
+        is_here: whether the ranks look for rank 0 on this process's host.
         spread: the variables that show several hosts.
         place: where the ranks look for rank 0, such as "mpirun's host".
         told: the command that tells all ranks by a variable, with {} for the host.
         moved: what else to do so that rank 0 runs at that place; "" if nothing.
 
     Raises:
-        BadOption: no variable tells rank 0's host, or this is rank 0 on another one.
+        BadOption: no variable tells rank 0's host, or this is rank 0 and runs on another host.
     """
     name = own_host if is_rank_0 else "HOST"
     next_step = (

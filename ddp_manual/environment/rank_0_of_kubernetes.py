@@ -1,6 +1,6 @@
 """Which pod of an Indexed Job of Kubernetes has rank 0, as far as this pod can know.
 
-Nothing in a pod says how many there are, and so its manifest has to.
+Nothing in a pod says how many pods there are, so the manifest has to set WORLD_SIZE.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from ddp_manual.environment.rank_0 import Sourced
 from ddp_manual.errors import BadOption
 
 KUBERNETES = {"world_size": "WORLD_SIZE", "rank": "JOB_COMPLETION_INDEX"}
-# Where a pod has rank 0's address from; no variable tells it.
+# What stands for the variable that rank 0's address comes from, since no variable tells it.
 OWN_NAME = "this pod's name"
 
 

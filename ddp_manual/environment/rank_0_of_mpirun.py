@@ -14,7 +14,7 @@ import re
 
 from ddp_manual.environment.rank_0 import Environment, Identity, Sourced, check_is_found, job_port
 
-# Which rank a process is, how many ranks this host has, and how many there are; and how to tell them a variable.
+# Variables: a process's rank, the number of ranks on its host, and in all; then the command that sets MASTER_ADDR.
 KINDS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE", "mpirun -x MASTER_ADDR={} ..."),
     ("PMI_RANK", "MPI_LOCALNRANKS", "PMI_SIZE", "mpiexec -genv MASTER_ADDR {} ..."),
@@ -68,7 +68,7 @@ def check_rank_0_is_found(environment: Environment) -> None:
 
 
 def _port(environment: Environment) -> Identity:
-    """Return a port made of a number that other jobs of this host do not have, if a variable tells one."""
+    """Return a port made of a number that no other job of this host has, if a variable tells such a number."""
     text = environment.get(NAMESPACE, "")
     if match := _NAMESPACE_5.fullmatch(text):
         return {"master_port": Sourced(job_port(int(match["pid"])), NAMESPACE)}

@@ -16,8 +16,8 @@ NODES_OF = "SLURM_JOB_NODELIST"
 
 
 def is_task(environment: Environment) -> bool:
-    """Return whether srun has started this process, which the shell of a batch job only resembles: more so where sbatch
-    was typed in a task, whose variables it then has."""
+    """Return whether srun has started this process. The shell of a batch job has similar variables; if sbatch was typed
+    in a task, the shell has that task's variables too."""
     if not {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", NODES} <= environment.keys():
         return False
     if "SLURM_HET_SIZE" in environment:  # the job's variables are those of one component
@@ -30,8 +30,8 @@ def is_task(environment: Environment) -> bool:
 
 
 def meeting(environment: Environment) -> Identity:
-    """Return where the tasks of a step meet: on the first one's host, if a variable tells it, and at a port that other
-    jobs hardly have."""
+    """Return where the tasks of a step meet: on the first task's host, if a variable tells it, and at a port that
+    other jobs rarely have."""
     found: Identity = {}
     ordered = environment.get("SLURM_DISTRIBUTION") != "arbitrary" and environment.get("SLURM_HET_SIZE", "1") == "1"
     if ordered or environment.get(NODE_COUNT, "1") == "1":

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ddp_manual import left_behind, signal_handlers
 
-# Of ``python``, as getopt has them.
+# The options of ``python``, in getopt's notation.
 PYTHON_OPTIONS = "bBc:dEhiIm:OPqRsSuvVW:xX:?"
 
 
@@ -26,12 +26,12 @@ def start_python(
     It starts with signals blocked until it can handle them.
 
     Args:
-        is_worker: whether the user's program will run in it, as this process was told to run Python, and with what it
-            has inherited.
+        is_worker: whether the user's program will run in it. It then gets the flags of this process's Python, and the
+            descriptors that this process has inherited.
     """
     flags, inherited = (python_flags(), _inherited_descriptors()) if is_worker else ([], [])
     command = [sys.executable, *flags, str(program), *map(str, descriptors), str(os.getpid()), *who]
-    # torch's C++ log is quiet, since our own log lines are clearer; what a worker starts is known by the mark.
+    # torch's C++ log is quiet, since our own log lines are clearer; MARK is how we know what a worker has started.
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, left_behind.MARK: str(os.getpid())}
     with signal_handlers.block_in_children():
         return subprocess.Popen(command, pass_fds=[*descriptors, *inherited], env=environment, **options)
@@ -49,20 +49,20 @@ def python_flags() -> list[str]:
 
 
 def _inherited_descriptors() -> list[int]:
-    """Return what this process was given open besides its three streams, as a shell does for ``<(command)``: Python
-    leaves no descriptor of its own to children."""
+    """Return the descriptors that this process has inherited besides its three streams, such as from a shell with
+    ``<(command)``: Python's own descriptors are not inheritable."""
     found = []
     with suppress(OSError):
         for number in map(int, os.listdir("/dev/fd")):
-            with suppress(OSError):  # that of the listing
+            with suppress(OSError):  # the descriptor of the listing itself
                 if number > 2 and os.get_inheritable(number):
                     found.append(number)
     return found
 
 
 def become_new_python(descriptors: Sequence[int], parent: int, ignored: Iterable[int]) -> NoReturn:
-    """Become what ``start_python`` has made of this program, with other descriptors; whoever watches this process sees
-    the same one.
+    """Exec this program again, as ``start_python`` has started it, but with other descriptors. The pid stays the same
+    for whoever watches this process.
 
     Args:
         descriptors: those that are inherited.

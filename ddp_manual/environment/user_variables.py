@@ -116,7 +116,7 @@ def colour_allowed() -> bool:
 
 
 def columns() -> int | None:
-    """Return how wide lines are to be, if somebody has said so."""
+    """Return the width of lines that COLUMNS asks for; None if it is not set."""
     return count("COLUMNS") or None
 
 

@@ -63,8 +63,8 @@ def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tupl
     Args:
         placed: what rank 0 has said of the place: also where torch's store is, and which run this is.
         interfaces: the variables for gloo and NCCL that name the network interface.
-        restarts: how often the ranks were started again, without those after a rank was lost, and how often they may
-            be.
+        restarts: how often the ranks were started again, other than after the loss of a rank, and how often they may be
+            started again.
         hosted: whether the store is there already, so that rank 0 joins it as a client too.
     """
     place = placed.place
@@ -87,7 +87,7 @@ def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tupl
 
 
 def _variables_of(placed: Placed) -> dict[str, str]:
-    """Return which rank it is, and where torch's store is, which init_process_group() of any library joins."""
+    """Return the variables from which init_process_group() of any library learns its rank and torch's store."""
     place, (address, port) = placed.place, placed.store
     return {
         "WORLD_SIZE": str(place.world_size),

@@ -46,7 +46,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
         run ``roster``, ``ranks`` (the reports of all) and ``measured``.
     """
     terminal.log_to_stderr(spec.rank)
-    spec = dataclasses.replace(spec, on_loss=LEAVE)  # nothing is held of a check
+    spec = dataclasses.replace(spec, on_loss=LEAVE)  # a check has no state to hold
     sources = {name: spec.source(name) for name in spec.values()}
     if sources["join_timeout"] == "default":
         spec = dataclasses.replace(spec, join_timeout=CHECK_JOIN_TIMEOUT)
@@ -54,7 +54,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
         sources["join_timeout"] = DEFAULT_OF_CHECK
     variables = user_variables.network_variables()  # the user's own: the agent sets others
     started = time.monotonic()
-    # The option has a rank that checks refused by a rank that trains.
+    # Ranks that train do not have this option, so that ranks that check cannot join them.
     options = {"command": ("check", "command")}
     listening = as_flags({LISTENING: spec.listen_addr})
     checking = Task(
@@ -65,7 +65,7 @@ def check(spec: WorldSpec) -> dict[str, Any]:
         wait_until_ready=True,
     )
     agent = agent_in_this_terminal(spec, checking, print_error=lambda error: None)
-    # The agent raises the same error below, after all that this host can find out by itself.
+    # Suppressed: the agent raises the same error below, once this host has found out all it can by itself.
     with suppress(MasterUnresolvable), agent.steps.step("names") as step:
         look_up_names(spec, step)
     ended = asyncio.run(agent.run())
@@ -86,7 +86,7 @@ def look_up_names(spec: WorldSpec, step: Step) -> None:
     """Time how long looking up a host's name by its address takes: torch does so for every peer that connects.
 
     Raises:
-        MasterUnresolvable: rank 0's address.
+        MasterUnresolvable: rank 0's host name has no address.
     """
     mine = own_address()
     addresses = dict.fromkeys([*resolve(spec.master_addr), *([mine] if mine else [])])

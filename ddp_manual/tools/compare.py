@@ -45,7 +45,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
     Returns:
         ``runs``: the name and the facts of each, in the order in which they were named. Its efficiency is its samples
         per second and rank, as a fraction of that of the run ``efficiency_relative_to``; None where the work or the
-        devices differ. ``differing_options``: option -> name of the run -> value, of those that have it.
+        devices differ. ``differing_options``: option -> name of the run -> value, for runs that have it.
 
     Raises:
         BadOption: there are fewer than two different folders, or one is not that of a run.

@@ -35,7 +35,7 @@ from ddp_manual.wording import counted
 
 logger = logging.getLogger(__name__)
 
-# torch ends the name of a state dict's entry that need not be a tensor with this.
+# An entry of a state dict need not be a tensor if its name ends with this.
 EXTRA_STATE = "_extra_state"
 
 Shape = tuple[int, int, int]
@@ -48,7 +48,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
     Args:
         checkpoint: see ``read_model``.
         out_dir: None for a folder inside the run's, named after the data set.
-        flags: the typed ones of model, normalization, dataset, image_size, classes and data_dir.
+        flags: those of model, normalization, dataset, image_size, classes and data_dir that were typed.
 
     Returns:
         checkpoint, model, dataset, samples, accuracy (a fraction), loss (nats), classes and files. Each class has its
@@ -57,7 +57,7 @@ def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -
 
     Raises:
         CheckpointMissing, CheckpointCorrupt, CheckpointMismatch: there is no model, it is damaged, or does not fit.
-        DataMissing, DataCorrupt: of the data set. BadOption, DiskFull: a folder cannot be written, a flag is missing.
+        DataMissing, DataCorrupt: from the data set. BadOption, DiskFull: a folder cannot be written, a flag is missing.
     """
     path, parameters = read_model(checkpoint)
     run = RunPaths(checkpoint_files.run_dir_of(checkpoint))
@@ -166,7 +166,7 @@ def read_model(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _parameters(path: Path, content: bytes) -> dict[str, Any]:
-    """Unpack the state dict, alone or within a checkpoint; a parameter may have the name of a checkpoint's part."""
+    """Return the state dict, alone or within a checkpoint; a parameter may have the name of a checkpoint's part."""
     try:
         read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         within = isinstance(read.get("model"), Mapping) and not isinstance(read.get("position"), torch.Tensor)
@@ -250,7 +250,7 @@ def _read_trained(path: Path, config: TrainConfig) -> Trained | None:
 
 
 def _fitting(path: Path, trained: Trained, config: TrainConfig, test: Split, *, named_by_hand: bool) -> Split:
-    """Return ``test``; if its classes have the training's names in another order, with the training's labels.
+    """Return ``test``; if it has the training's classes in another order, put them into the training's order.
 
     Raises:
         CheckpointMismatch: it has other images, or another number of classes.

@@ -24,7 +24,7 @@ ROUND_TRIPS = 10
 
 
 def prepare(rank: int, arguments: Sequence[str]) -> Mapping[str, Any]:
-    """Return what the ranks must have in common of the user's own code: nothing."""
+    """Return the options, of the user's own code, that must be the same on all ranks: none."""
     return {}
 
 

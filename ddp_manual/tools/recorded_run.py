@@ -36,7 +36,7 @@ class Numbers(msgspec.Struct):
 
 
 class Point(msgspec.Struct):
-    """A line of ``metrics.jsonl``: over all ranks, since the line before; ``seconds`` since the run began."""
+    """A line of ``metrics.jsonl``: of all ranks, since the line before; ``seconds`` are those since the run began."""
 
     step: int
     loss: Number
@@ -62,8 +62,8 @@ class RecordedRun(NamedTuple):
     """What the files of a run say."""
 
     facts: Mapping[str, Any]
-    """For ``--json``: fractions, seconds, samples per second; None where no file says it. For the first three see
-    ``End``."""
+    """For ``--json``: fractions, seconds, samples per second; None where no file says it. ``End``
+    describes state, ended and why."""
     options: Mapping[str, Any]
     """Those of TrainConfig that all ranks share."""
 

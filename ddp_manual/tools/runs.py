@@ -16,7 +16,7 @@ from ddp_manual.text_wrapping import labelled
 from ddp_manual.tools.recorded_run import End, read_end, read_run
 from ddp_manual.wire import printable
 
-# What no file of a start that failed says.
+# The facts that no file of a failed start tells.
 UNKNOWN = {**dict.fromkeys(("model", "dataset", "world_size", "epochs", "test_accuracy")), "epochs_done": 0}
 
 

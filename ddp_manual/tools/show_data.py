@@ -38,7 +38,7 @@ def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[s
         dataset, part, images, shape (channels, height, width), classes (pairs of name and number) and picture.
 
     Raises:
-        DataMissing, DataCorrupt: of the data set. BadOption, DiskFull: the file cannot be written.
+        DataMissing, DataCorrupt: about the data set. BadOption, DiskFull: the file cannot be written.
     """
     option = "--data_dir" if out is None else "--out"
     if out is None or out.is_dir():

@@ -29,9 +29,9 @@ from ddp_manual.world_options import WorldSpec
 LOOK_EVERY = 1.0
 # Ranks; a larger run's table ends with how many more there are.
 MOST_ROWS = 64
-# Seconds in a collective from which it is shown: most steps take less.
+# Seconds: a wait in a collective is shown once it is that long; most steps take less.
 WAITS_FOR = 2.0
-# Seconds without a word from a rank, from which what it did last is not shown as what it does.
+# Seconds of silence after which what a rank did last is no longer shown as what it does.
 SILENT_FOR = 10.0
 
 # What to do where no rank 0 is found; ``status`` does not know how the run is started.
@@ -39,12 +39,12 @@ ADVICE = (
     "start rank 0, or give the --master_port that rank 0 or launch has printed; ddp-manual runs says why a run has "
     "ended, where it has a --run_dir"
 )
-# The columns that a narrow terminal has no room for.
+# The columns to leave out, in this order, where a terminal has no room for them.
 LEAST_FIRST = ("versions", "address", "since", "samples/s", "device", "epoch", "heard", "host", "pid", "line")
 
 
 class _Patience(Waiting):
-    """The wait of a process that starts nothing."""
+    """A wait that does not say what to type: ``status`` starts no rank."""
 
     def advise(self, commands: Sequence[str]) -> None:
         pass
@@ -121,7 +121,7 @@ def _failure(seen: Mapping[str, Any], where: str) -> DdpManualError | None:
     in_order = ended["identifier"] == Stopped.identifier and not (seen["complete"] and seen["failure"])
     if "exit_code" not in ended or in_order:
         return None
-    # As a rank without a part in it would say it.
+    # In the words for a rank that had no part in the failure.
     if seen["complete"] and seen["failure"]:
         return error_for(-1, msgspec.convert(seen["failure"], Verdict))
     return from_dict(ended)
@@ -177,7 +177,7 @@ def roster(ranks: Sequence[Mapping[str, Any]], progress: Sequence[Mapping[str, A
     """Format one line for each rank, without the columns that matter least where stdout has no room for them.
 
     Args:
-        progress: what each rank does; empty before they have met. Without it that is left out.
+        progress: what each rank does; empty before the ranks have met. None: the table has no such columns.
     """
     phase = ["phase"] if progress is not None else []
     doing = ["epoch", "step", "loss", "samples/s", "heard", "line"] if progress else []
@@ -190,7 +190,7 @@ def roster(ranks: Sequence[Mapping[str, Any]], progress: Sequence[Mapping[str, A
             now = progress[line["rank"]]
             is_silent = now["silent_seconds"] >= SILENT_FOR
             rate = f"{now['samples_per_second']:,.0f}" if now["samples_per_second"] and not is_silent else "-"
-            # A script does not say them unless it calls world.progress.
+            # A script tells its epoch and step only with world.progress.
             counted = (now["epoch"], f"{now['step']}/{now['steps']}" if now["steps"] else now["step"])
             steps = [str(count) if now["step"] or now["epoch"] else "-" for count in counted]
             loss = "-" if now["loss"] is None else f"{now['loss']:.4g}"
@@ -200,7 +200,7 @@ def roster(ranks: Sequence[Mapping[str, Any]], progress: Sequence[Mapping[str, A
             row += [f"{now['silent_seconds']:.0f} s ago", now["place"] or "-"]
         elif progress is not None:
             row.append("ready" if line["device"] else "loading torch")
-        # What a rank says of torch before it has loaded it lacks the CUDA for which it was built.
+        # Without torch's build, such as +cu128: a rank that has not loaded torch does not know it.
         rows.append([*row, re.sub(r"\+\w+", "", line["versions"])])
     said = [any(cell != "-" for cell in column[1:]) for column in zip(*rows, strict=True)]
     if ranks:  # a column of which no rank has anything to say is left out

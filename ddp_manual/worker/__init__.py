@@ -1,1 +1,1 @@
-"""A rank's life seen from inside: the process that has torch."""
+"""The worker: the process of a rank that runs the program, with torch unless it is an executable."""

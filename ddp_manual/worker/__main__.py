@@ -3,8 +3,8 @@
 ``launch``, and an agent whose worker may be replaced, start ``python .../ddp_manual/worker CONTROL PARENT ranks=N``,
 which imports torch once and then forks each worker. A request is a byte on the inherited socket CONTROL with five
 descriptors: the worker's channel to its agent, the pipe for faults, the held memory, stdout and stderr. When the socket
-closes, that process ends, and its children with it. After ``in=terminal`` the workers stay in the terminal's session.
-A fork in which CUDA could not be used, since what was imported has begun it, becomes a new Python.
+closes, that process ends, and its children with it. With ``in=terminal`` the workers stay in the terminal's session.
+If an import has initialised CUDA, forks could not use CUDA: each of them then becomes a new Python.
 
 A further word ``runs=NAME`` says what the rank runs, and ``kind=executable`` that this is not Python;
 ``import=NAME,NAME`` which modules to import before the first fork.
@@ -29,14 +29,14 @@ from ddp_manual.program import EXECUTABLE
 
 
 def serve_forks(control: socket.socket) -> tuple[int, Sequence[int]]:
-    """Fork for each request and return, in the child, how many there were before, and its descriptors; end this process
-    when the socket is closed."""
+    """Fork for each request; in the child, return how many requests came before it, and this request's descriptors.
+    Kill this process when the socket is closed."""
     before = 0
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 1, 5)
         if not request:
             os.kill(os.getpid(), signal.SIGKILL)
-        with suppress(ChildProcessError):  # workers that have ended, as their agents have seen
+        with suppress(ChildProcessError):  # no child is left; this reaps workers whose agents have seen their end
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if os.fork() == 0:
@@ -48,10 +48,10 @@ def serve_forks(control: socket.socket) -> tuple[int, Sequence[int]]:
 
 
 def become_forked_worker(parent: int, faults: int, out: int, err: int, *, has_session: bool) -> None:
-    """Make this fork of ``parent`` a process like a worker that has started a Python of its own.
+    """Make this fork of ``parent`` equal to a worker that was started as a new Python process.
 
     Args:
-        has_session: whether it gets a session of its own.
+        has_session: whether this process gets a session of its own.
     """
     if has_session:
         os.setsid()
@@ -94,7 +94,7 @@ if __name__ == "__main__":
         parent = os.getpid()
         before, (channel, faults, held, *streams) = serve_forks(socket.socket(fileno=descriptors[0]))
         become_forked_worker(parent, faults, *streams, has_session=who.get("in") != "terminal")
-        # Only a fork is told: an import may have called torch.cuda.is_available, which without NVML begins CUDA.
+        # torch tells this only to a fork: an import may have called is_available, which without NVML initialises CUDA.
         if sys.modules["torch"].cuda._is_in_bad_fork():
             if not before:
                 terminal.say("an import has begun CUDA, which no fork can use: the ranks here start as new processes")

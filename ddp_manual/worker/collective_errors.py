@@ -27,13 +27,13 @@ from ddp_manual.errors import (
 from ddp_manual.worker.shared_memory import SHARED_MEMORY
 
 _NO_GPU = "ProcessGroupNCCL .*no GPUs found|nccl2 requires at least one CUDA device"
-# NCCL's words, and of gloo's those that another rank may be the reason of; its other errors are mistakes in the call.
+# Messages of NCCL, and those of gloo that another rank may have caused; gloo's others are about mistakes in the call.
 _OF_TORCH = rf"(?i)Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting|NCCL Last Error|{_NO_GPU}"
-# What NCCL said last, behind torch's own words: up to torch 2.14 on a line of its own, since then on the same one.
+# NCCL's last message, behind torch's text: up to torch 2.14 on the line after "Last Error:", since then on that line.
 _LAST_WORDS = re.compile(r"\n(?:NCCL )?Last Error:[ \t]*\n?([^\n]*\S[^\n]*)", re.IGNORECASE)
 
 
-# Where Python's part of torch calls the C++ that begins collectives, or waits for them.
+# The Python files of torch that call C++ to begin collectives, or to wait for them.
 _OF_COLLECTIVES = [os.path.join("torch", *parts) for parts in (("distributed", ""), ("autograd", ""), ("_ops.py",))]
 
 
@@ -47,7 +47,7 @@ class Cause(NamedTuple):
     """The end of a sentence that begins with the rank."""
     next: str
     of_another_rank: bool = False
-    """Whether another rank may be the reason, so that it is soon known which one is gone."""
+    """Whether another rank may be the reason; the agents then soon know which rank is gone."""
 
 
 _LOOK_FOR_THE_DEAD = "look for the rank whose process has ended (killed, out of memory?), then start all ranks again"
@@ -56,8 +56,8 @@ _TRY_ANOTHER_PATH = (
     "open all TCP ports between the hosts\nwith NCCL try NCCL_P2P_DISABLE=1 between GPUs of one host, and between "
     f"hosts NCCL_IB_DISABLE=1,\nor {_NCCL_DEBUG}"
 )
-# The first that matches counts. NCCL names its kinds of error loosely (a lost connection may be an "internal error"),
-# so what it said last comes first.
+# The first cause that matches counts. NCCL names its kinds of error loosely (a lost connection may be an "internal
+# error"), so its last message is searched before the whole text.
 _CAUSES = (
     Cause(
         "Duplicate GPU",
@@ -139,13 +139,13 @@ _CAUSES = (
 
 
 def is_broken_collective(error: BaseException | None) -> bool:
-    """Return whether torch raised this, or what the user's code made of it, maybe because another rank is gone."""
+    """Return whether this, or what it was raised from, is a collective's error that another rank may have caused."""
     failed = _failed_collective(error)
     return failed is not None and _cause(text_of(failed)).of_another_rank
 
 
 def was_raised_by_torch(error: BaseException | None) -> bool:
-    """Return whether code of torch raised this, or what is behind it, rather than code of the user."""
+    """Return whether torch's code, not the user's, raised this exception or one that it was raised from."""
     for one in _with_causes(error):
         called = [frame for frame, _ in traceback.walk_tb(one.__traceback__)]
         if called and any(part in called[-1].f_code.co_filename for part in _OF_COLLECTIVES):
@@ -154,7 +154,7 @@ def was_raised_by_torch(error: BaseException | None) -> bool:
 
 
 def error_while_joining(error: BaseException, rank: int, why: str) -> DdpManualError:
-    """Return what an error means that comes before the first all-reduce has succeeded."""
+    """Return the DdpManualError for an error that came before the first all-reduce had succeeded."""
     cause = _cause(text_of(error))
     if cause.kind is PeerStalled:
         what, next = "got no answer from another rank in its first all-reduce or before", _TRY_ANOTHER_PATH
@@ -166,7 +166,7 @@ def error_while_joining(error: BaseException, rank: int, why: str) -> DdpManualE
 
 
 def collective_error(error: BaseException, rank: int) -> DdpManualError | None:
-    """Return what torch's error about a collective means; None for any other error."""
+    """Return the DdpManualError for torch's error about a collective; None for any other error."""
     failed = _failed_collective(error)
     if failed is None:
         return None
@@ -177,9 +177,9 @@ def collective_error(error: BaseException, rank: int) -> DdpManualError | None:
 
 
 def _failed_collective(error: BaseException | None) -> BaseException | None:
-    """Return the error of a collective that is this exception, or behind it."""
+    """Return this exception, or one that it was raised from, if it is the error of a collective; otherwise None."""
     for one in _with_causes(error):
-        # NCCL's are plain RuntimeErrors since torch 2.15, except for those of its watchdog.
+        # Since torch 2.15 NCCL's errors are plain RuntimeErrors, except those of its watchdog.
         words = _OF_TORCH if isinstance(one, RuntimeError) else _NO_GPU
         if isinstance(one, dist.DistError) or re.search(words, text_of(one)):
             return one
@@ -212,16 +212,16 @@ def _as_error(cause: Cause, rank: int, why: str) -> DdpManualError:
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an exception says of itself."""
+    """Return the text of an exception, or a substitute if its ``__str__`` raises."""
     try:
         return str(error)
-    except Exception:  # the user's own class
+    except Exception:  # from __str__ of a class of the user's
         return "it cannot be put into words"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception that is not blank, at most 300 characters, without the names of source
-    files; of NCCL's errors also what NCCL said last."""
+    """Return the first line of an exception's text that is not blank, at most 300 characters, without the names of
+    source files; for an error of NCCL also NCCL's last message."""
     text = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {text_of(error).lstrip()}"
     line = re.sub(r"NCCL error in: \S+:\d+, | \(run with NCCL_DEBUG=\w+ for details\)|\[/[^\]]*\] ", "", text)
     line = line.strip().splitlines()[0].split(". This is typically")[0].strip()[:300]

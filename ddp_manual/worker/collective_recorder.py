@@ -1,7 +1,7 @@
 """Record each collective that this process begins, in memory that it shares with its agent: see ``collective_memory``.
 
 Since torch 2.14 a process group calls a hook before each collective, also before those that C++ begins, such as DDP's
-in a backward pass. With an older torch the methods that Python calls are wrapped, and the others are not recorded.
+in a backward pass. In an older torch the methods that Python calls are wrapped; what C++ begins is not recorded.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ddp_manual.worker.private_torch import (
 from ddp_manual.worker.whereabouts import is_library
 from ddp_manual.world_options import WorldSpec
 
-# Each group has its hooks by number; torch's own hooks have small ones.
+# The number under which each group gets its hook; torch's own hooks have small numbers.
 _HOOK = 0x646470
-# Calls, and lines and files of code, that are kept in words: a program has fewer, unless every tensor has another size.
+# Entries in each cache (of calls, lines and files): a program needs fewer, unless every tensor has another size.
 _MOST_KEPT = 4096
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _OF_USER, _OF_PACKAGE, _OF_LIBRARY = range(3)
@@ -55,20 +55,20 @@ _BARRIER = ("barrier",)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
-    """A collective, and what all ranks must call it with. Each has a dtype, except for a barrier."""
+    """A kind of collective, and what all ranks must call it with; the dtype too, unless ``any_dtype``."""
 
     name: str
     by_outputs: bool = False
-    """Whether its outputs have the size that must agree: only there have all ranks the same tensors."""
+    """Whether the sizes of its outputs must agree, not those of its inputs: only the outputs are alike on all ranks."""
     any_size: bool = False
     """Whether ranks may call it with tensors of different sizes."""
     any_dtype: bool = False
     root: str = ""
-    """What the rank that it names is to it: ``from`` or ``to``."""
+    """How messages say which rank is its root: ``from`` or ``to`` that rank; "" if it has no root."""
 
 
-# By torch's names for hooks. Left out are those that one rank calls for itself, or that only some ranks call: send and
-# recv, splitting a group.
+# By torch's names for hooks. Operations that one rank calls for itself, or that only some ranks call, are left out:
+# send, recv, splitting a group.
 _OPERATIONS = {
     "BROADCAST": Operation("broadcast", root="from"),
     "ALLREDUCE": Operation("all_reduce"),
@@ -92,32 +92,32 @@ _OPERATIONS = {
         )
     },
 }
-# torch 2.14 calls these by the same names, whether they are given a list of tensors or one tensor for all ranks.
+# torch 2.14 has one name for both forms of these: with a list of tensors, and with one tensor for all ranks.
 _OF_ONE_TENSOR = {_OPERATIONS[one]: _OPERATIONS[f"{one}_BASE"] for one in ("ALLGATHER", "REDUCE_SCATTER", "ALLTOALL")}
 
 
-# What is raised here where a torch differs from those that are known; a signal handler of the program raises others.
+# What a torch unlike the known versions may raise here. Other exceptions come from the program's signal handlers.
 _MISTAKES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
-# What one rank calls for itself, and gloo numbers as it numbers collectives.
+# Operations that one rank calls for itself, but that gloo counts in its sequence numbers like collectives.
 _NOT_COUNTABLE = ("SEND", "RECV", "RECV_ANYSOURCE", "MONITORED_BARRIER")
 
 
 class _Order:
-    """Collectives that must come in the same order on all ranks: those of a group, or of one of its backends."""
+    """The collectives of a group, or of one of its backends: their order must be the same on all ranks."""
 
     def __init__(self, identity: int) -> None:
         self.identity, self.number, self.chain = identity, 0, 0
 
 
 def record_collectives(spec: WorldSpec, tell: Callable[[FromWorker], None]) -> Callable[[], None]:
-    """Tell from now on which process groups are open, or are opened and closed, and record their collectives, which the
-    agent also counts; with ``--collectives off`` it compares none.
+    """From now on, tell the agent which process groups are open, opened and closed, and record their collectives, which
+    the agent counts and compares; with ``--collectives off`` it only counts them.
 
     Args:
-        tell: sends a message to this rank's agent, which learns here where the memory is.
+        tell: sends a message to this rank's agent, such as where the memory is.
 
     Returns:
-        Undoes this; without it, the end of the process does.
+        The function that stops the recording. If nobody calls it, the recording ends with the process.
     """
     recorder = Recorder(tell, compared=spec.collectives == "check")
     if spec.world_size > 1:
@@ -137,16 +137,16 @@ class Recorder:
         self._tell, self._compared = tell, compared
         self._begun = 0
         self._groups: dict[Any, Callable[..., None] | None] = {}
-        """Process group of several ranks -> what records its collectives, if they are recorded."""
+        """Process group of several ranks -> the function that records its collectives; None if none does."""
         self._identities = itertools.count(1)
-        self._turn = threading.RLock()  # which a signal handler may take once more
+        self._turn = threading.RLock()  # reentrant: a signal handler may begin a collective too
         self._thread = threading.get_ident()
         self._undo = ExitStack()
         self._memory: memoryview | None = None
         self._operations = operations_of_hooks(_OPERATIONS)
 
     def start(self) -> None:
-        """Share the memory with the agent, and find all process groups, now and as they are opened."""
+        """Share memory with the agent, and record in each process group that is open or that is opened later."""
         _recorders.append(self)
         self._undo.callback(self._forget)
         if self._compared or self._operations:
@@ -179,7 +179,7 @@ class Recorder:
         self._memory = None
 
     def unhook(self) -> None:
-        """Record nothing any more. A hook that is registered when the interpreter ends would crash the process."""
+        """Stop recording. A hook that is still registered when the interpreter ends would crash the process."""
         self._operations = {}
         for group in list(self._groups):
             _unhook(group)
@@ -210,7 +210,7 @@ class Recorder:
             group.register_pre_hook(_HOOK, hide_from_dynamo(before))
 
     def _compare_no_more(self, error: Exception) -> None:
-        """Record nothing any more: the program goes on, and its agent says why nothing is compared."""
+        """Stop recording; the program goes on, and its agent says why nothing is compared."""
         self._memory = None
         self._tell(NotCompared(first_line(error)))
 
@@ -221,17 +221,17 @@ class Recorder:
             _unhook(group)
 
     def _called(self, group: Any, operation: Operation | None, *with_what: Any) -> None:
-        """Record a collective that Python has called, with a torch that has no hooks; or note that it is none."""
+        """Record a collective that Python calls (torch without hooks); if ``operation`` is None, mark the group."""
         if operation is None:
             not_countable.add(group)
         elif (record := self._groups.get(group)) is not None:
             record(operation, *with_what)
 
     def _recording(self, ranks: Sequence[int], orders: Mapping[str, _Order]) -> Callable[..., None]:
-        """Return what records the collectives of a process group.
+        """Return the function that records the collectives of a process group.
 
         Args:
-            orders: threads may use two backends of a group at once, gloo for a checkpoint and NCCL for the training.
+            orders: device type -> order. Threads may use two backends at once: gloo in a checkpoint, NCCL in training.
         """
 
         def record(
@@ -255,7 +255,7 @@ class Recorder:
                 line = self._line(frame)
                 with self._turn:
                     index = 0
-                    while index <= self._begun:  # once more where a signal handler has begun others meanwhile
+                    while index <= self._begun:  # again if a signal handler has begun collectives meanwhile
                         index, number = self._begun + 1, order.number + 1
                         chain = collective_memory.chain_with(order.chain, number, common, reduce.encode())
                         collective_memory.write(memory, (index, number, order.identity, chain), shown, line)
@@ -266,10 +266,10 @@ class Recorder:
         return record
 
     def _line(self, frame: FrameType | None) -> bytes:
-        """Return ``train.py:91`` of the user's line that has called torch, otherwise of this package's line."""
+        """Return the user's line that has called torch, as ``train.py:91``; without one, this package's line."""
         found = _own_frame(frame)
         if found is None and threading.get_ident() != self._thread:
-            # A thread of autograd: the program waits for it on a line of its own.
+            # This is a thread of autograd: name the line on which the program's thread waits for it.
             found = _own_frame(innermost_frames().get(self._thread))
         return _place(found.f_code.co_filename, found.f_lineno) if found is not None else b""
 
@@ -280,7 +280,7 @@ def _unhook(group: Any) -> None:
 
 
 def _own_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the user's program, otherwise of this package."""
+    """Return the innermost frame of the user's program; without one, that of this package; without either, None."""
     of_package = None
     while frame is not None and (kind := _kind(frame.f_code.co_filename)) != _OF_USER:
         if kind == _OF_PACKAGE:
@@ -302,7 +302,7 @@ def _place(file: str, line: int) -> bytes:
 
 
 def _device_type(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], frame: FrameType | None) -> str:
-    """Return ``cpu``, ``cuda``, ...: of a collective's tensors, or the one that torch's barrier has chosen."""
+    """Return the device type of a collective's tensors, such as ``cpu``; of a barrier the one that torch chose."""
     for tensors in (inputs, outputs):
         if tensors:
             return tensors[0].device.type
@@ -321,11 +321,11 @@ def _in_words(
     rank: int | None,
     reduce: str,
 ) -> tuple[bytes, bytes]:
-    """Return what the ranks must have in common, except for the reduce operation, and the words for all of it.
+    """Return what must be the same on all ranks, except for the reduce operation; and the text for messages.
 
     Args:
-        dtype, first, last, count: of its tensors: their type, the shapes of two of them, and how many there are.
-        root, rank: the rank that it names: in the group, and in the run.
+        dtype, first, last, count: the dtype of its tensors, the shapes of the first and the last, and their number.
+        root, rank: its root's rank in the group, and in the run.
     """
     named = "" if dtype is None or operation.any_dtype else str(dtype).removeprefix("torch.")
     sizes = "any" if operation.any_size else f"{count} {math.prod(first)} {math.prod(last)}"
@@ -339,14 +339,14 @@ def _in_words(
 
 
 def _variable(name: str, functions: Container[str], frame: FrameType | None) -> Any:
-    """Return a variable of one of these functions of torch.distributed, such as ``op``, which torch does not tell its
-    hooks; None in any other frame, such as one of compiled code."""
+    """Return a local variable, such as ``op``, of the function of torch.distributed that runs in ``frame``; torch does
+    not pass it to hooks. None if ``frame`` is in none of ``functions``, such as in compiled code."""
     if frame is None or frame.f_code.co_name not in functions or frame.f_code.co_filename != CODE_OF_COLLECTIVES:
         return None
     return frame.f_locals.get(name)
 
 
-# Those that have hooks registered. A process that ends with one would crash, and so would a fork of it.
+# The recorders that have hooks. A process that ends with a hook registered would crash, and so would a fork of it.
 _recorders: list[Recorder] = []
 
 
@@ -361,6 +361,6 @@ def _forget_all() -> None:
         recorder._memory = None
 
 
-# When this module is imported, which is before the user's code: functions are called in reverse order.
+# This module is imported before the user's code, so atexit calls this after the user's functions (reverse order).
 atexit.register(_unhook_all)
 os.register_at_fork(after_in_child=_forget_all)

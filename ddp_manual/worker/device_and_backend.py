@@ -16,7 +16,7 @@ from ddp_manual.world_options import WorldSpec
 
 logger = logging.getLogger(__name__)
 
-# Of mallopt(3). Bytes: glibc allows no more than 32 MiB for the first of the two limits.
+# Parameters of mallopt(3), and their values in bytes: glibc allows at most 32 MiB for M_MMAP_THRESHOLD.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_KEPT_BLOCK = 32 << 20
 MOST_KEPT = 1 << 30
@@ -61,13 +61,13 @@ def may_use_cpu(spec: WorldSpec) -> bool:
 
 
 def for_all_devices(backend: str) -> str:
-    """Return what ``init_process_group`` takes for a backend: NCCL moves tensors of GPUs only, so gloo, where torch has
-    it, takes those of the CPU, which many scripts reduce too."""
+    """Return the argument of ``init_process_group`` for a backend. NCCL moves only tensors of GPUs; many scripts reduce
+    tensors of the CPU too, for which gloo is added, where torch has it."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" and torch.distributed.is_gloo_available() else backend
 
 
 def _from_launcher(spec: WorldSpec) -> bool:
-    """Return whether a launcher has given the local_rank: the position among the ranks of the host, whatever GPUs."""
+    """Return whether a launcher has given local_rank: it is the position on the host then, not a choice of GPU."""
     return spec.source("local_rank").startswith("from ")
 
 

@@ -1,6 +1,6 @@
-"""Become any executable as one rank: place -> variables -> exec. Nothing of torch is loaded.
+"""Become any executable as one rank: wait for its place -> set the variables -> exec. torch is not loaded.
 
-Its agent sees what the kernel tells: that it runs, is stopped, or has ended, and how.
+The agent knows of the executable what the kernel tells: that it runs, is stopped, or has ended, and how.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(channel: int, ignored: Iterable[int]) -> None:
     start = next(message for message in messages if isinstance(message, from_agent.Start))
     program, reserved, address = start.program, socket.socket(), start.store_address
     assert program is not None
-    if address:  # where torch's store will be, which rank 0's program hosts itself
+    if address:  # rank 0's program will host torch's store: reserve its port
         reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((address, 0))
@@ -53,9 +53,9 @@ def main(channel: int, ignored: Iterable[int]) -> None:
     send(from_worker.Doing(Beat(phase=RUNNING)))
     send(from_worker.ProgramBegins(hears=False))
     signal_handlers.handle_as_any_program(ignored)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and no other program would
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and the program would inherit that
         signal.signal(number, signal.SIG_DFL)
-    os.set_inheritable(channel, True)  # its end would mean the end of this worker
+    os.set_inheritable(channel, True)  # keep it open: the agent takes its end for the end of this worker
     try:
         os.execvp(program.name, [program.name, *program.arguments])
     except OSError as error:
@@ -68,7 +68,7 @@ def main(channel: int, ignored: Iterable[int]) -> None:
 
 
 def _messages(agent: socket.socket) -> Iterator[from_agent.FromAgent]:
-    """Return what the agent says, one message after the other; end this process when the agent is gone."""
+    """Yield the agent's messages; end this process when the agent is gone."""
     reader = LineReader(from_agent.read, LONGEST_ANSWER)
     while data := agent.recv(1 << 16):
         yield from reader.feed(data)

@@ -1,4 +1,4 @@
-"""``hold`` and ``held`` for a script's own loop: its state outlives the process, and the next one goes on from it."""
+"""``hold`` and ``held`` for a script's own loop: its state outlives the process; the next process goes on from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Holding:
     """What this process holds, as a rank that ``ddp-manual run`` has started.
 
     Args:
-        placed: what rank 0 has said when all ranks had joined.
+        placed: what rank 0 said once all ranks had joined.
         tell: sends a message to the agent.
         progress: what the script says of its steps.
     """
@@ -39,14 +39,14 @@ class Holding:
         self.holder = Holder(memory, placed.generation, 1, placed.place)
         self.calls, self.step, self.counts_calls = 0, 0, True
         self.has_asked = False
-        """Whether the script has called ``held``, without which it begins again whatever is held."""
+        """Whether the script has called ``held``; a script that does not begins anew, whatever is held."""
 
     def hold(self, state: Any) -> None:
         self.holder.hold(self.step, state, counts_calls=self.counts_calls)
 
 
 here: Holding | None = None
-"""What ``hold`` and ``held`` do; None in a run that does not keep the seats of lost ranks. ``script`` sets it."""
+"""What ``hold`` and ``held`` use; None in a run that does not keep the seats of lost ranks. ``script`` sets it."""
 
 
 def hold(
@@ -54,15 +54,15 @@ def hold(
 ) -> None:
     """Hold the state of a training after a step, in memory that outlives this process; all ranks call it alike.
 
-    Outside of ``ddp-manual run --on_loss wait`` (or ``shrink``) it does nothing; nor does it once the machine has not
-    so much memory, which a line says.
+    Outside of ``ddp-manual run --on_loss wait`` (or ``shrink``) it does nothing. Once the machine lacks the memory,
+    it holds nothing any more, and a log line says so.
 
     Args:
         model: with or without its DDP wrapper.
         extra: what else the loop needs to go on, such as ``{"epoch": 1, "step": 20}`` or a scheduler's state_dict():
-            numbers, texts, tensors, and lists, tuples and dictionaries of them. After a loss all ranks have that of
-            one rank.
-        per_rank: the same of what is this rank's own, such as ``torch.get_rng_state()``.
+            numbers, texts, tensors, and lists, tuples and dictionaries of them. After a loss all ranks get the
+            ``extra`` of one rank.
+        per_rank: such values that belong to this rank alone, such as ``torch.get_rng_state()``.
         every: hold at each n-th call only, where the model is large.
 
     Raises:
@@ -99,9 +99,9 @@ def held(
     It is a collective of the default process group: all ranks call it, after ``init_process_group``.
 
     Args:
-        per_rank: called with what this rank itself has held last as its own, such as ``torch.set_rng_state``; it may be
-            of one step less. A rank that has held nothing, such as a newcomer to a lost rank's seat whose agent was
-            lost too, keeps what it began with.
+        per_rank: a function, such as ``torch.set_rng_state``, called with the ``per_rank`` that this rank held last,
+            maybe one step earlier. It is not called on a rank that has held nothing, such as a newcomer to the seat of
+            a rank whose agent was lost too.
 
     Returns:
         None if there is no such state: the training begins.
@@ -109,7 +109,7 @@ def held(
     if here is None:
         return None
     here.has_asked = True
-    here.tell(Holds())  # though the first step may still be to come
+    here.tell(Holds())  # at once, not only at the first hold()
     if here.source is None:
         return None
     own = held_state.read_first(here.memory, OWN)
@@ -120,7 +120,7 @@ def held(
         optimizer.load_state_dict(state["optimizer"])
     if per_rank is not None and own is not None:
         per_rank(own)
-    # The rank that has held it may be lost before the next step.
+    # Hold it here too: the rank that it came from may be lost before the next step.
     here.hold(state)
     return state["extra"]
 

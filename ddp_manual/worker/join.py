@@ -1,7 +1,7 @@
 """``with ddp_manual.join() as world:`` makes a person's own script a rank; so does ``world = ddp_manual.join()`` in a
 notebook, until ``world.close()``.
 
-The script's process is the worker. Below ``run`` or ``launch`` its agent is there. Otherwise it starts its agent, a
+The script's process is the worker. Under ``run`` or ``launch`` it has an agent. Otherwise it starts its agent, a
 helper process that joins, watches and explains; the agent ends with the script, and the script with the agent.
 """
 
@@ -36,12 +36,12 @@ from ddp_manual.world_options import WorldSpec
 
 AGENT = Path(__file__).parent.parent / "agent"
 AGENT_ENDS_WITHIN = 5.0
-# The number of this join in the process. torchrun's store keeps its keys, and each join needs keys of its own.
+# Numbers the joins of this process: torchrun's store keeps its keys, so that each join needs keys of its own.
 _joins = itertools.count()
 
 
 here: Rank | None = None
-"""The rank that this process is, which an agent has started; ``script`` sets it."""
+"""The rank that this process is, if an agent has started it, otherwise None; ``script`` sets it."""
 
 
 def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any) -> World:
@@ -52,11 +52,11 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
     ``train`` raises on all ranks, is not a failure: all ranks leave in order, then the exception is re-raised. After
     leaving, the process's environment, signal handlers, log configuration and limits are as before.
 
-    Below ``ddp-manual run`` or ``launch``, whose agent has the ranks meet, it opens the process group; of the options
-    those that belong to the ranks are theirs, and only ``device`` and ``backend`` count.
+    Under ``ddp-manual run`` or ``launch`` the ranks have met already, and this opens the process group: of the options
+    only ``device`` and ``backend`` count; another ``world_size`` or ``rank`` than the run's is refused.
 
     Args:
-        run_dir: where files of this run go, with ``{run_id}`` for its name; rank 0's counts. None: no files.
+        run_dir: where files of this run go, with ``{run_id}`` for its name; rank 0's value counts. None: no files.
         open_group: False if the body opens the default process group itself, or needs none.
         options: of WorldSpec, such as ``world_size=2, rank=0, join_timeout=60``. As on the command line, an option that
             is not given comes from a launcher's variable, otherwise from the default.
@@ -74,14 +74,14 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
         try:
             world = stack.enter_context(block)
         except DdpManualError as error:
-            raise error.with_traceback(None) from None  # a person's own line is what a traceback shows
+            raise error.with_traceback(None) from None  # the traceback then ends at the user's own line
         world.begin(stack.pop_all())
     return world
 
 
 @contextmanager
 def _attached(rank: Rank, options: Mapping[str, Any], *, open_group: bool) -> Iterator[World]:
-    """Be the rank that an agent has started this process for."""
+    """Run the body as the rank for which an agent has started this process."""
     for name in ("world_size", "rank"):
         if options.get(name) not in (None, getattr(rank.spec, name)):
             raise BadOption(
@@ -105,7 +105,7 @@ def _attached(rank: Rank, options: Mapping[str, Any], *, open_group: bool) -> It
 
 @contextmanager
 def _joined(spec: WorldSpec, run_dir: str | None, *, open_group: bool) -> Iterator[World]:
-    """Be a rank with an agent of this process's own."""
+    """Run the body as a rank whose agent this process starts itself."""
     if spec.on_loss != LEAVE:
         raise BadOption(
             f"--on_loss {spec.on_loss} cannot work in a script that calls join()",

@@ -1,7 +1,7 @@
-"""One rank's life seen from inside: ready -> place -> pin -> process group -> the body of ``join`` -> goodbye.
+"""One rank's life in its worker: ready -> place -> pin -> process group -> the body of ``join`` -> goodbye.
 
-An agent has started the process, which runs a program (``script``), or a person's script has started its agent
-(``join``).
+Either an agent has started this process to run a program (``script``), or this process is a user's script and has
+started its agent (``join``).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ logger = logging.getLogger(__name__)
 # Seconds. The agent says within 2.5 s why the run ends, and rank 0 stays for 60 s for ranks that still work.
 VERDICT_WITHIN = 4.0
 LEAVE_WITHIN = 70.0
-# Seconds in which the other ranks learn from torch's store what has gone wrong on rank 0, such as a download.
+# Seconds that rank 0 keeps torch's store after a failure, such as of a download: other ranks read the failure there.
 STORE_STAYS = 0.5
-# Verdicts about ranks that all live: no collective breaks before the first agent has ended its rank because of them.
+# Verdicts while all ranks live: a collective breaks only once an agent has ended its rank because of the verdict.
 ALL_LIVE = (errors.CollectiveMismatch.identifier, errors.PeerStalled.identifier)
 Options = Mapping[str, tuple[Any, str]]
 
@@ -65,7 +65,7 @@ class Rank:
     """One rank of a run, in the process that has torch.
 
     Args:
-        start: what the agent has told.
+        start: the agent's first message.
         held: the memory of this rank's agent; None in a script that has started its agent itself.
     """
 
@@ -75,7 +75,7 @@ class Rank:
         self.spec = WorldSpec(**start.spec, sources=start.sources)
         self.steps = Steps()
         self.has_left = False
-        """Whether it has been one of the ranks in ``live``, and has left in order."""
+        """Whether this rank has been in ``live``, and has left it in order."""
         self._start = start
         self._chosen: tuple[str, str] | None = None
         self._store: TCPStore | None = None
@@ -83,11 +83,11 @@ class Rank:
         self._loss_record: LossRecord | None = None
 
     def meet(self, own_code: Options | None) -> from_agent.TakePlace:
-        """Host torch's store on rank 0, tell the agent what there is, and wait until all ranks are here.
+        """Host torch's store on rank 0, tell the agent the device and versions here, and wait until all ranks are here.
 
         Args:
-            own_code: option -> (value, source), for what the ranks must have in common of the user's own code. None: a
-                program that chooses its device itself, and may fork before it uses a GPU.
+            own_code: option -> (value, source), of the user's own code, that must be the same on all ranks. None: the
+                program chooses its device itself, and may fork before it uses a GPU.
 
         Returns:
             This rank's place among them.
@@ -136,10 +136,10 @@ class Rank:
 
     @contextmanager
     def live(self, *, open_group: bool) -> Iterator[World]:
-        """Be one of the ranks in the body, leave in order, and tell the agent what the work has come to.
+        """Run the body as one of the ranks, leave in order, and tell the agent the result.
 
-        An exception is told to all other ranks before anything is closed, which may take long. A script that ends with
-        exit code 0 has done its work; Stopped is no failure, as all ranks stop after the same step.
+        All other ranks are told of an exception before anything is closed, as closing may take long. A script that ends
+        with exit code 0 has done its work; Stopped is no failure, as all ranks stop after the same step.
 
         Args:
             open_group: whether to open the process group.
@@ -198,7 +198,7 @@ class Rank:
                 step.detail = f"{backend} on {pinned}"
         if self.spec.rank == 0:
             store.set("ddp_manual/roster", json.dumps(placed.roster))
-        self.reporter.progress.phase = RUNNING  # a script may leave it at that
+        self.reporter.progress.phase = RUNNING  # a script need not say any other phase
         path = Path(run.run_dir) if run.run_dir else None
         if path is not None and place.rank == 0:
             self._loss_record = LossRecord(path, self.reporter.progress)
@@ -237,7 +237,7 @@ class Rank:
         if self._loss_record is not None:
             self._loss_record.write()
         world.stop_heeding_signals()
-        self.reporter.send_beat()  # the number of collectives it has begun is final
+        self.reporter.send_beat()  # the number of begun collectives is final now
         self.reporter.send(from_worker.Finished())
         self.reporter.wait(from_agent.Close)
         if not process_group.close_process_group(world.device):
@@ -245,19 +245,19 @@ class Rank:
             logger.warning("the process group does not close within %d s, and is left as it is", within)
         self.has_left = True
         self.reporter.send(from_worker.Left())
-        if self.held is None:  # nothing keeps torch's store after the body
+        if self.held is None:  # a script's own process may not stay as the host of torch's store
             with suppress(TimeoutError):
                 self.reporter.wait(from_agent.Over, LEAVE_WITHIN)
 
     def _send_result(self, world: World, ended: SystemExit | errors.Stopped | None) -> None:
-        """Tell the agent what this rank's work has come to, after it has left, and whether a signal has stopped all."""
+        """Tell the agent the result of this rank, which has left, and whether a signal has stopped all ranks."""
         stopped = world.stopped() if ended is None and world.result is None else ended
         words = LastWords.of(stopped) if isinstance(stopped, errors.Stopped) else None
-        continues = self.reporter.over = self.held is None  # with its agent gone
+        continues = self.reporter.over = self.held is None  # the script goes on without its agent
         self.reporter.send(from_worker.Result(world.result, words, continues))
 
     def wait_to_go(self) -> None:
-        """Say at the end of the program that its work is done; on rank 0 wait until nobody needs torch's store."""
+        """Tell the agent that the program's work is done; on rank 0 wait until nobody needs torch's store."""
         if not self.has_left:
             self.reporter.send_beat()
             self.reporter.send(from_worker.Finished())
@@ -279,9 +279,9 @@ class Rank:
         self.reporter.send(from_worker.Failed(words, *how, place=raised_at(error)))
 
     def _conclude(self, error: BaseException) -> BaseException:
-        """Tell the agent that ``error`` ends this rank; return that, or where the agent says it the failure behind it.
+        """Tell the agent that ``error`` ends this rank; return the other rank's failure behind it, otherwise ``error``.
 
-        Below an agent that has started this process, that agent explains and ends it.
+        If an agent has started this process, return ``error``: that agent explains it, and ends this process.
         """
         if self.reporter.verdict is None:
             self.tell(error)
@@ -294,8 +294,8 @@ class Rank:
         verdict = self.reporter.verdict
         others = verdict.words if verdict is not None and not verdict.own else None
         if others is not None and others.identifier in ALL_LIVE and is_broken_collective(error):
-            # The end of another rank has broken it, and the agent is about to end this one: which rank is ended first,
-            # and which one raises, would be luck.
+            # Another rank's end broke the collective, and the agent is about to end this rank too: wait for that, as
+            # otherwise it would be chance which ranks raise.
             self.reporter.unwinding = False  # nothing is being closed that the agent would wait for
             time.sleep(VERDICT_WITHIN)
         self.reporter.send(from_worker.Noticed())
@@ -307,7 +307,7 @@ def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> errors.D
     """Turn any exception that ends a rank into one of ours; an exception of the user's code keeps its traceback's end.
 
     Args:
-        whole: whether its traceback has the frames of libraries too.
+        whole: whether the traceback keeps the frames of libraries too.
     """
     if isinstance(error, errors.DdpManualError):
         return error

@@ -33,8 +33,8 @@ def import_dynamo() -> None:
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo from compiling a function of this package, and what it calls, below a compiled frame of the program;
-    without importing ``torch._dynamo``, as its ``disable`` does."""
+    """Keep Dynamo from compiling a function of this package, and what it calls, when compiled code of the program calls
+    it. Unlike ``torch._dynamo.disable``, this does not import ``torch._dynamo``."""
     with suppress(AttributeError):
         frames = torch._C._dynamo.eval_frame
         skip = frames._FrameAction.SKIP
@@ -52,7 +52,7 @@ def let_programs_meet_by_themselves(starts: Callable[[int], None]) -> None:
     without a launcher; torch would take all of them for clients of a launcher's store.
 
     Args:
-        starts: called when the program starts so many processes.
+        starts: called with the number of processes that the program starts.
     """
     variables = user_variables.variables()
     port = variables.get("MASTER_PORT")
@@ -83,21 +83,21 @@ class OpenGroups(NamedTuple):
     """What torch knows of process groups that this rank belongs to, by their keys: see ``watch_process_groups``."""
 
     begun: dict[str, int]
-    """How many collectives this rank has begun in each. Left out are groups of gloo with ``not_countable``."""
+    """How many collectives this rank has begun in each. gloo's groups in ``not_countable`` are left out."""
     timeouts: dict[str, float]
     """The seconds after which torch ends a collective, where a backend says so."""
     operations: int
-    """How many operations this rank has begun in all of them: gloo numbers what it sends and receives too."""
+    """How many operations this rank has begun in all groups; gloo counts sends and receives too."""
     return_at_once: bool
-    """Whether this rank has begun collectives of NCCL. On a host with GPUs a script may use gloo, also where torch has
-    opened its group with both."""
+    """Whether this rank has begun collectives of NCCL, whose calls return at once. A group with both backends does not
+    show that: a script may use only gloo of it, also on a host with GPUs."""
 
 
 _keys: dict[Any, str] = {}
 _default_groups = 0
 """How many default groups of several ranks this process has opened."""
 not_countable: set[Any] = set()
-"""The groups in which this rank has begun what torch counts as collectives of gloo, and other ranks need not begin."""
+"""The groups in which this rank has begun what gloo counts as collectives, but other ranks need not begin."""
 
 
 def open_groups() -> OpenGroups:
@@ -113,7 +113,7 @@ def known_of(groups: Iterable[tuple[Any, Any]]) -> OpenGroups:
     for group, key in groups:
         # A group that this rank does not belong to has no backend, nor has a group that is being destroyed.
         with suppress(AttributeError, RuntimeError):
-            # One may serve several devices; of a group with several, torch would give only the number of one.
+            # A backend may serve several devices. Of a group with several backends torch gives only one's number.
             for backend in {group._get_backend(device) for device in group._device_types}:
                 number, is_nccl = 0, backend.name().startswith("nccl")
                 with suppress(RuntimeError):  # a backend without numbers
@@ -154,9 +154,9 @@ def collectives_unfinished() -> int | None:
 
 
 def gpus_without_cuda() -> list[str]:
-    """Return the UUIDs of the GPUs that this process may use, by index, without beginning to use CUDA: a program that
-    does so itself may fork before."""
-    if mig := gpus.mig_device(machine.chosen_gpus()):  # torch would begin CUDA to count these
+    """Return the UUIDs of the GPUs that this process may use, by index, without initialising CUDA: the program may
+    fork before it does so itself."""
+    if mig := gpus.mig_device(machine.chosen_gpus()):  # torch would initialise CUDA to count these
         return [mig]
     if not (count := torch.cuda.device_count()):
         return []
@@ -175,22 +175,22 @@ def innermost_frames() -> dict[int, FrameType]:
 
 
 def calling_frame() -> FrameType | None:
-    """Return the frame that has called the caller; None if C++ has, in a thread that runs no Python."""
+    """Return the frame that called the caller; None if C++ called it, in a thread that runs no Python."""
     return sys._getframe(1).f_back
 
 
 def devices_with_backends(group: Any) -> list[str]:
-    """Return the types of devices that have a backend of their own each in a group, as those of ``cpu:gloo,cuda:nccl``
-    do; ``[""]`` if one backend serves all."""
+    """Return the device types of a group that has several backends, such as cpu and cuda of ``cpu:gloo,cuda:nccl``;
+    ``[""]`` if one backend serves all devices."""
     pairs = str(distributed_c10d._world.pg_backend_config.get(group, "")).split(",")  # a library's own group has none
     backends = dict(pair.partition(":")[::2] for pair in pairs)
     return [*backends] if len({*backends.values()}) > 1 else [""]
 
 
 def operations_of_hooks(wanted: Mapping[str, T]) -> dict[Any, T]:
-    """Return the number of an operation in torch's enum for hooks -> what is ``wanted`` by its name there.
+    """Return a mapping: the number of an operation in torch's enum for hooks -> what ``wanted`` has for its name there.
 
-    A member of the enum itself takes 1 us to be looked up. Empty if this torch, older than 2.14, has no hooks.
+    Its keys are numbers, since looking up a member of the enum takes 1 us. Empty if torch, before 2.14, has no hooks.
     """
     names = getattr(torch._C._distributed_c10d, "HookOpName", None)
     return {member.value: wanted[name] for name, member in names.__members__.items() if name in wanted} if names else {}
@@ -200,12 +200,12 @@ def operations_of_hooks(wanted: Mapping[str, T]) -> dict[Any, T]:
 def watch_process_groups(
     opened: Callable[[Any, str, Sequence[int]], None], closed: Callable[[Any, str], None]
 ) -> Iterator[None]:
-    """Call ``opened`` in the body with each process group that this rank belongs to, its key and its ranks: with those
-    that are open, and each that will be. ``closed`` is called with each that torch is about to forget.
+    """While the body runs, call ``opened(group, key, ranks)`` for each process group of this rank that is open or that
+    is opened, and ``closed(group, key)`` for each that torch is about to forget.
 
-    A key is ``name/ranks/default/again``, with a checksum of the ranks and the number of the default group in which it
-    was opened: after ``destroy_process_group()`` torch begins with the same names, for other members too. torch's own
-    registry of their ranks has all groups, whichever function has opened them, and is replaced.
+    A key is ``name/ranks/default/again``: the group's name, a checksum of its ranks, the number of the default group at
+    that time, and a count of equal keys. After ``destroy_process_group()`` torch reuses names, for other members too.
+    This replaces torch's own registry of ranks, which has all groups, whichever function has opened them.
     """
     again: Counter[str] = Counter()
     before_all = _default_groups
@@ -217,7 +217,7 @@ def watch_process_groups(
             name = distributed_c10d._pg_names.get(group)
             if name is not None and group not in _keys:  # this rank belongs to it
                 ranks = [int(rank) for rank in mapping]
-                _default_groups += group.group_desc == "default_pg" and len(ranks) > 1  # others know none of its own
+                _default_groups += group.group_desc == "default_pg" and len(ranks) > 1  # not one of this rank alone
                 members = f"{name}/{zlib.crc32(repr(ranks).encode()):08x}/{_default_groups - before_all}"
                 _keys[group] = key = f"{members}/{again[members]}"
                 again[members] += 1
@@ -250,12 +250,12 @@ def watch_process_groups(
 
 @contextmanager
 def wrap_collectives(wanted: Mapping[str, T], called: Callable[..., None]) -> Iterator[None]:
-    """Call ``called(group, what is wanted, inputs, outputs, root, frame)`` in the body before each collective that
-    Python begins: for torch before 2.14, which has no hooks, with the methods of a process group, whose names are those
-    of the hooks. Of those for which ``wanted`` has None, which are only noted, it is ``called(group, None)``.
+    """In the body, call ``called(group, wanted[name], inputs, outputs, root, frame)`` before each collective that
+    Python begins, for torch before 2.14, which has no hooks: wrap the methods of process groups, which have the hooks'
+    names. Where ``wanted`` has None, call ``called(group, None)``: such an operation is only noted.
 
-    What DDP itself calls is left out. Within its ``join()``, with ``find_unused_parameters=True``, a rank that has
-    joined calls ``allreduce`` from Python, and the others from C++.
+    Calls by DDP itself are left out: within its ``join()``, with ``find_unused_parameters=True``, a rank that has
+    joined calls ``allreduce`` from Python, the others from C++, which is not recorded.
     """
     group_class = torch._C._distributed_c10d.ProcessGroup
     names = {method: method.strip("_").upper() for method in vars(group_class)}

@@ -25,7 +25,7 @@ FIRST_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 # Seconds, after which a process group that does not close is left open.
 CLOSE_WITHIN = 20.0
-# Seconds; a thread of the program's own may compute for ever.
+# Seconds to wait for gloo's threads at most: a thread of the program's own may compute for ever.
 RELEASE_WITHIN = 2.0
 
 
@@ -89,7 +89,7 @@ def close_process_group(device: torch.device) -> bool:
     def close() -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # each thread has its own
+                torch.cuda.set_device(device)  # each thread has its own current device
             if dist.is_initialized():
                 dist.destroy_process_group()
         except BaseException as error:

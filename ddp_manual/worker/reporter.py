@@ -26,9 +26,9 @@ from ddp_manual.worker.private_torch import collectives_unfinished, open_groups
 from ddp_manual.worker.stop_after_step import Stops
 from ddp_manual.worker.whereabouts import whereabouts, writes_a_file
 
-# Seconds.
+# Seconds between two looks at what is due.
 LOOK_EVERY = 0.25
-# While the agent waits for the end of a checkpoint.
+# The same while the agent waits for the end of a checkpoint.
 LOOK_WHILE_SAVING = 0.02
 # For a message that is being sent when the channel is closed.
 SENT_WITHIN = 1.0
@@ -97,7 +97,7 @@ class Reporter:
     def send_beat(self) -> None:
         """Send a heartbeat to the agent; it says what this rank is doing if that has changed since the last one."""
         groups, where = open_groups(), whereabouts(self.thread)
-        # Not while the rank begins others: some are unfinished at any time then, and torch's recorder is in use.
+        # Not while the rank begins operations: then some are always unfinished, and torch's recorder is in use.
         unfinished = (
             collectives_unfinished() if self._sent_beat and groups.operations == self._sent_beat.operations else None
         )
@@ -107,7 +107,7 @@ class Reporter:
             timeouts=groups.timeouts,
             unfinished=unfinished or 0,
             return_at_once=groups.return_at_once,
-            # With gloo such a method waits for this rank's own GPU, or for nobody.
+            # With gloo, a method like ``item`` waits for this rank's own GPU at most, not for other ranks.
             inside=where.inside or (where.syncs and groups.return_at_once if unfinished is None else unfinished > 0),
             opening=where.opening,
             place=where.place,
@@ -165,7 +165,7 @@ class Reporter:
                 break
             try:
                 for message in self._reader.feed(data or b""):
-                    with suppress(Exception):  # others follow, and this thread ends the process if the agent is gone
+                    with suppress(Exception):  # go on: this thread must see it if the agent is gone
                         self._take(message)
             except Unreadable:
                 break
@@ -175,7 +175,7 @@ class Reporter:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _look(self) -> None:
-        """Say what only time brings."""
+        """Send what is due: MayEnd, once no checkpoint is being written, and the heartbeat."""
         if self._ending and not (self.progress.saving or self.unwinding or writes_a_file()):
             self._ending = False
             self.send(from_worker.MayEnd())
@@ -191,12 +191,12 @@ class Reporter:
                 self.stops.ask()
             case from_agent.Save():
                 self.save_is_asked = True
-            case from_agent.BeQuiet():  # the agent has the last word
+            case from_agent.BeQuiet():  # the agent prints the last lines
                 terminal.LOGGER.disabled = True
                 self.send(from_worker.IsQuiet())
             case from_agent.BeforeTheEnd():
                 self._ending = True
-                self.send(from_worker.IsSaving())  # until the thread has looked what would be lost
+                self.send(from_worker.IsSaving())  # until ``_look`` finds that nothing is being written
             case from_agent.Exit() if self.verdict is not None:
                 end_process(self.verdict.words.exit_code)
 

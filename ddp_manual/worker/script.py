@@ -51,14 +51,14 @@ def preload(names: Iterable[str]) -> None:
 
 
 def main(channel: int, ignored: Iterable[int], held: int) -> None:
-    """Live as a rank until the program has ended; then the interpreter ends as after any program.
+    """Run the program as a rank; when it has ended, the interpreter ends as after any program.
 
     Args:
         channel: the descriptor of the socket to the agent.
         held: the descriptor of the memory that the agent holds.
         ignored: the signals that this process was told to ignore.
     """
-    os.set_inheritable(channel, False)  # its end says that the program has become another one
+    os.set_inheritable(channel, False)  # exec closes it: that tells the agent that the program has become another one
     reporter = Reporter(socket.socket(fileno=channel), from_worker.Born(os.getpid()))
     start = reporter.wait(from_agent.Start)
     program, memory = start.program, HeldMemory(held)
@@ -75,7 +75,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         record_collectives(rank.spec, reporter.send)
         private_torch.let_programs_meet_by_themselves(lambda count: reporter.send(from_worker.StartsProcesses(count)))
         # Registered before the program registers any, so that these are called after them.
-        atexit.register(gc.unfreeze)  # what a fork has frozen; otherwise libraries report it as leaked
+        atexit.register(gc.unfreeze)  # undoes gc.freeze() before the fork; otherwise libraries report leaks
         atexit.register(_leave, rank, os.getpid())
         sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
         join.here = rank
@@ -97,7 +97,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
 
 
 def _prepare(rank: Rank, path: str, program: Program) -> Options:
-    """Return what the ranks must have in common of the user's own code, as the program says."""
+    """Return the options, of the user's own code, that must be the same on all ranks, as ``prepare`` says."""
     sys.path[0] = path
     device_and_backend.keep_freed_memory()
     private_torch.import_dynamo()  # before all ranks are here, and not in the first step
@@ -141,7 +141,7 @@ def _fail(rank: Rank, error: BaseException) -> NoReturn:
 
 
 def _leave_to_the_agent(pid: int, *exception: Any) -> None:
-    """Print an exception of a forked child only: that of this process its agent prints, after its last line."""
+    """Print an exception only in a forked child; the agent prints this process's, after the program's last line."""
     if os.getpid() != pid:
         traceback.print_exception(*exception)
 
@@ -154,8 +154,8 @@ def _leave(rank: Rank, pid: int) -> None:
 
 
 def run_module(program: Program) -> None:
-    """Run it as ``python -m`` does."""
-    if not program.prepare:  # which has found its modules
+    """Run the program as ``python -m`` does."""
+    if not program.prepare:  # otherwise ``_prepare`` has set it
         sys.path[0] = os.getcwd()
     spec = importlib.util.find_spec(program.name)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -169,7 +169,7 @@ def run_module(program: Program) -> None:
 
 
 def run_script(program: Program) -> None:
-    """Run it as ``python`` does."""
+    """Run the program as ``python`` does."""
     sys.argv[:] = [program.name, *program.arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(program.name))
     if os.path.isdir(program.name) or program.name.endswith((".pyz", ".zip")):

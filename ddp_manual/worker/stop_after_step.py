@@ -30,8 +30,8 @@ class Stops:
         """The same, once that step is done."""
 
     def ask(self) -> None:
-        """Tell how many steps are done, from the reporter's thread; the next one may be done too, and no other."""
-        # In this order: a step that the reply does not count finds that it was asked.
+        """Tell the agent, in the reporter's thread, how many steps are done; one more may be done before the answer."""
+        # In this order: a step that ends after the count in the reply was read sees that this rank was asked.
         self._is_asked = True
         self._tell(StepsDone(self._done))
 

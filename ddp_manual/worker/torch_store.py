@@ -15,7 +15,7 @@ from ddp_manual.environment import user_variables
 from ddp_manual.errors import BackendUnavailable, MasterLost
 from ddp_manual.worker.collective_errors import first_line
 
-# Rank 0 announced the address of its store a moment ago.
+# Short, since rank 0 announced the address of its store a moment ago.
 CONNECT_TIMEOUT = timedelta(seconds=10)
 
 

@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` of a script that says its loss: a line a second, in the run's folder, by rank 0."""
+"""``metrics.jsonl`` of a script that reports its loss: rank 0 writes a line a second, in the run's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERY = 1.0
 
 
 class LossRecord:
-    """Writes what ``progress`` says, when it says a loss; a folder that cannot take it is a line, and no failure."""
+    """Writes the losses that ``progress`` reports. If the folder cannot take them, a warning says so once."""
 
     def __init__(self, run_dir: Path, progress: Progress) -> None:
         self._path, self._progress = RunPaths(run_dir).metrics, progress
@@ -27,13 +27,13 @@ class LossRecord:
         progress.loss_said = self.take
 
     def take(self) -> None:
-        """Take that the loss was said."""
+        """Handle a loss that was reported; write it if the last line is a second old."""
         self._is_unwritten = self._progress.number_of_loss is not None
         if self._is_unwritten and time.monotonic() >= self._written + EVERY:
             self.write()
 
     def write(self) -> None:
-        """Write what was said last, if that is not written yet."""
+        """Write the loss that was reported last, if it is not written yet."""
         if not self._is_unwritten or self._has_failed:
             return
         self._written, self._is_unwritten = time.monotonic(), False

@@ -21,15 +21,15 @@ from ddp_manual.worker.private_torch import CODE_OF_COLLECTIVES, innermost_frame
 # code.interact()), and files of libraries, which are not the user's program.
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _IN_TORCH = tuple(os.path.join(_TORCH, *parts, "") for parts in (("distributed",), ("autograd",), ("nn", "parallel")))
-# Methods in C that wait for the device: a collective of NCCL returns at once, and its result is waited for here. The
-# method ``wait`` is that of a collective begun with async_op.
+# The functions that open a group; and methods in C that wait for the device: a collective of NCCL returns at once, and
+# such a method waits for its result. The method ``wait`` is that of a collective begun with async_op.
 _OPEN = ("init_process_group", "new_group", "split_group")
 _SYNCS = ("item", "tolist", "cpu", "to", "synchronize", "_cuda_synchronize")
 _PROMPTS = {("cmd.py", "cmdloop"), ("debugger.py", "cmdloop"), ("code.py", "interact"), ("embed.py", "interact")}
 _DEBUGGERS = ("cmd.py", "pdb.py", "bdb.py", "debugger.py", "code.py", "embed.py")
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_OWN = tuple(os.path.join(_PACKAGE, room, "") for room in ("launch", "worker"))  # what is around a program
+_OWN = tuple(os.path.join(_PACKAGE, room, "") for room in ("launch", "worker"))  # code of ours that runs a program
 # Functions that write a checkpoint, and where they are.
 _SAVE = ("save", "save_file")
 _SAVING = (os.path.join("torch", "serialization.py"), os.path.join("safetensors", "torch.py"))
@@ -76,7 +76,7 @@ def _own_line(frames: Sequence[FrameType]) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the line of the user's program that raised it, as in ``whereabouts``."""
+    """Return the line of the user's program that raised ``error``, as in ``Whereabouts.place``; "" without one."""
     called = reversed(traceback.extract_tb(error.__traceback__))
     own = next((one for one in called if not is_library(one.filename)), None)
     return f"{os.path.basename(own.filename)}:{own.lineno} in {own.name}" if own is not None else ""
@@ -89,8 +89,8 @@ def writes_a_file() -> bool:
 
 
 def own_traceback(error: BaseException, *, whole: bool = False) -> str:
-    """Return the traceback of an exception, and of what it was raised from, with the frames of the user's program and
-    the innermost one; without such frames, or the ``whole`` one, all of it."""
+    """Return the traceback of an exception, and of those that it was raised from, with only the frames of the user's
+    program and the innermost frame. Return all frames if none is the user's, or with ``whole``."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     left_out, pending = 0, [shown]
     while pending:
@@ -111,14 +111,14 @@ def _file(frame: FrameType) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _calls(code: CodeType) -> dict[int, str]:
-    """Return offset of a call -> the method that is called; empty for code without a method that may wait."""
+    """Return a mapping: offset of a call -> name of its method; empty for code that calls no method that may wait."""
     if not {"wait", *_SYNCS}.intersection(code.co_names):
         return {}
     calls: dict[int, str] = {}
     loaded: dict[tuple[int | None, ...], str] = {}
     for step in dis.get_instructions(code):
-        # ``x.to`` and the call of it begin at one place in the file, and what the call is given begins elsewhere.
-        # Before Python 3.11 there are no places: then what was loaded last counts.
+        # Loading ``x.to`` and calling it have the same start in the file; the call's arguments start elsewhere.
+        # Before Python 3.11 there are no positions: then the attribute that was loaded last counts.
         place = getattr(step, "positions", None)
         begins = (place.lineno, place.col_offset) if place is not None else ()
         if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):

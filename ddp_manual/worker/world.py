@@ -54,10 +54,10 @@ class World(Place):
     ``world.progress(step=120, epoch=2)``."""
     run_dir: Path | None
     """The folder of the run, the same on every rank; on disk only on rank 0's host, unless the hosts share it. None
-    if the run keeps no files, or the ranks have not agreed on a folder. On other ranks it is what rank 0 has
-    named, which may not be what they were given."""
+    if the run keeps no files, or the ranks have not agreed on a folder. On other ranks it is the folder that rank 0
+    has named, which may differ from their own option."""
     run_dir_is_own: bool = True
-    """Whether this rank writes its failure there: rank 0, and a rank whose own option or default it is."""
+    """Whether this rank writes its failure there: rank 0 does, and a rank whose own option or default names it."""
     run_dir_of_join: Path | None
     """The folder that rank 0 gave to ``join``."""
     generation: int = 0
@@ -67,21 +67,21 @@ class World(Place):
     state_from: int | None = None
     """The rank from whose state to go on; None: no state is held."""
     result: Any = None
-    """What this rank's work has come to, for the body to set: JSON. Rank 0's is that of ``ddp-manual train``."""
+    """This rank's result, which the body may set: JSON. Rank 0's is the result of ``ddp-manual train``."""
     steps: Sequence[Step] = ()
     """The steps of joining since all ranks were here, with the time that each took."""
     losses: Mapping[str, float] = field(default_factory=dict)
-    """Of ranks in this run so far: their ``count``, and the ``seconds`` until all ranks went on."""
+    """The losses of ranks in this run so far: their ``count``, and the ``seconds`` until all ranks went on."""
     _store: Store = field(repr=False)
     _roster: Sequence[Mapping[str, Any]] = field(repr=False)
     """Complete on rank 0; the other ranks read it from the store."""
     _reporter: Reporter = field(repr=False)
     until_left: ExitStack = field(repr=False)
-    """What ends after this rank has left, or has failed and told the others, so that no rank waits for it."""
+    """Contexts that end after this rank has left, or has failed and told the others, so that no rank waits for them."""
     _block: ExitStack = field(default_factory=ExitStack, repr=False)
-    """What ends when this rank leaves; empty once it has."""
+    """Contexts that end when this rank leaves; empty once it has left."""
     _exit: SystemExit | None = field(default=None, repr=False)
-    """With which the script has ended itself, if its exit code is not 0."""
+    """The SystemExit by which the script has ended itself, if its exit code is not 0."""
     _takes_stops: bool = field(default=False, repr=False)
     _job_numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
@@ -95,7 +95,7 @@ class World(Place):
             self._exit = SystemExit(code) if code else None
             exit(code)
 
-        sys.exit = exit_and_note  # nothing else tells at the end how the interpreter ends
+        sys.exit = exit_and_note  # at exit, nothing else tells the exit code
 
     def __enter__(self) -> World:
         return self
@@ -104,7 +104,7 @@ class World(Place):
         atexit.unregister(self._leave_at_exit)
         try:
             return self._block.__exit__(*raised)
-        except PeerGone as gone:  # what that has broken here, and the frames of this package, say no more
+        except PeerGone as gone:  # errors that it caused here, and our frames, add nothing
             own = raised[1]
             follows = not isinstance(own, Exception) or isinstance(own, DdpManualError) or is_broken_collective(own)
             raise gone.with_traceback(None) from None if follows else own
@@ -118,7 +118,7 @@ class World(Place):
         self.__exit__(None, None, None)
 
     def _leave_at_exit(self, pid: int, raised_before: BaseException | None) -> None:
-        """Leave in order, or tell what has ended the script, except in a fork and where that was told already."""
+        """Leave in order, or tell the agent what has ended the script; not in a fork, nor if it was told already."""
         if os.getpid() != pid or self._reporter.unwinding:
             return
         raised = getattr(sys, "last_value", None)
@@ -140,7 +140,7 @@ class World(Place):
             )
 
     def take_folder(self, named: str, *, own: str, chosen: bool) -> None:
-        """Make the folder that rank 0 has named the ``run_dir``; this rank writes there only if it is its ``own``.
+        """Make the folder that rank 0 has named the ``run_dir``; this rank writes there only if ``own`` names it too.
 
         Args:
             chosen: whether the user has named ``own``.
@@ -242,7 +242,7 @@ class World(Place):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Write files in the body that are finished, within 30 s, before the process is ended because the run ends."""
+        """Write files in the body: if the run ends, the process is ended only once they are finished, or after 30 s."""
         progress, phase = self.progress, self.progress.phase
         progress.phase, progress.saving = SAVING, True
         try:
@@ -252,7 +252,7 @@ class World(Place):
 
     @contextmanager
     def take_stops(self) -> Iterator[None]:
-        """Let signals in the body ask to stop or to save, in place of what else they do to this process."""
+        """Have signals in the body ask to stop or to save, instead of their usual effect on this process."""
         if self._takes_stops:
             yield
             return
@@ -272,6 +272,6 @@ class World(Place):
                 tell(from_worker.TakesSignals())
 
     def stop_heeding_signals(self) -> None:
-        """Answer a signal that comes from now on with: this rank is done, and is leaving."""
+        """Have the agent answer further signals with a line that says: this rank is done, and is leaving."""
         if self._takes_stops:
             self._reporter.send(from_worker.TakesNoStops())
