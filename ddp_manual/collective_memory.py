@@ -74,8 +74,10 @@ def comparable(chain: int) -> dict[int, int]:
 
 
 def write_number(memory: memoryview, group: int, number: int) -> None:
-    """Write how many collectives the rank has begun in a group."""
-    _NUMBER.pack_into(memory, _place_of_number(group), group << _BITS_OF_NUMBER | number)
+    """Write how many collectives the rank has begun in a group, unless a later group has its place."""
+    place = _place_of_number(group)
+    if _NUMBER.unpack_from(memory, place)[0] >> _BITS_OF_NUMBER <= group:
+        _NUMBER.pack_into(memory, place, group << _BITS_OF_NUMBER | number)
 
 
 def read_number(memory: memoryview, group: int) -> int | None:

@@ -65,8 +65,9 @@ def find_stall(
     behind = [rank for rank, known in active.items() if began_fewer(known.beat.begun, most)]
     # A rank inside a collective has most likely brought what the others need from it, and waits for what they
     # bring: if a connection is cut, some ranks may have completed a collective that others still wait for.
-    fewer = [rank for rank in behind if rank in waiting]
-    behind = [rank for rank in behind if rank not in waiting]
+    least = min(seconds[rank] for rank in waiting)  # one that may wait for longer, in another group, waits too
+    fewer = [rank for rank in behind if rank in waiting or inside[rank] > least]
+    behind = [rank for rank in behind if rank not in fewer]
     if not behind:
         behind = [rank for rank, known in active.items() if not known.beat.inside]
         if behind and all(now - max(active[rank].changed, active[rank].went_on) <= late for rank in behind):
@@ -75,7 +76,7 @@ def find_stall(
         usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]
         behind = [rank for rank, known in active.items() if known.beat.place != usual]
     if behind:  # others, whose heartbeats came later, wait for as long
-        nearly = [rank for rank in active if inside[rank] > max(0.0, seconds[rank] - late)]
+        nearly = [rank for rank in active if inside[rank] > max(0.0, least - late)]
         waiting = [rank for rank in active if rank in (*waiting, *nearly) and rank not in behind]
     else:
         waiting = list(active)

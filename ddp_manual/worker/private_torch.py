@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from torch.distributed import PrefixStore, distributed_c10d
@@ -58,25 +59,52 @@ def let_programs_meet_by_themselves(starts: Callable[[int], None]) -> None:
     port = variables.get("MASTER_PORT")
     without_launcher = {"TORCHELASTIC_USE_AGENT_STORE": None}
     handlers, spawning = sys.modules["torch.distributed.rendezvous"], sys.modules["torch.multiprocessing.spawn"]
-    meet: Callable[..., Iterator[Any]] = handlers._rendezvous_handlers["env"]
     start: Callable[..., Any] = spawning.start_processes
 
-    def meet_by_itself(*given: Any, **named: Any) -> Iterator[Any]:
-        by_itself = variables.get("MASTER_PORT") != port
+    def meet_by_itself(meet: Callable[..., Iterator[Any]], url: str, *given: Any, **named: Any) -> Iterator[Any]:
+        by_itself = str(urlsplit(url).port or variables.get("MASTER_PORT")) != port
         with changed(without_launcher if by_itself else {}):
-            store, *place = next(meet(*given, **named))
-        if not by_itself:  # the launcher's store still has the addresses of the ranks in an earlier process group
-            store = PrefixStore(f"default group {_default_groups}", store)
-        yield store, *place
+            store, rank, world_size = next(meet(url, *given, **named))
+        if not by_itself:
+            store = _opening.begin(store, world_size)
+        yield store, rank, world_size
 
     def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *given: Any, **named: Any) -> Any:
         starts(nprocs)
         with changed(without_launcher):
             return start(fn, args, nprocs, *given, **named)
 
-    handlers._rendezvous_handlers["env"] = meet_by_itself
+    for scheme in ("env", "tcp"):
+        handlers._rendezvous_handlers[scheme] = functools.partial(meet_by_itself, handlers._rendezvous_handlers[scheme])
     for module in (spawning, torch.multiprocessing):
         setattr(module, "start_processes", start_processes)  # noqa: B010 - mypy knows neither name
+
+
+class _Opening:
+    """The default process group that this process opens with the launcher's store, which also has the addresses of the
+    ranks in earlier groups."""
+
+    def __init__(self) -> None:
+        self._count: Callable[[], object] | None = None
+
+    def begin(self, store: Any, world_size: int) -> Any:
+        """Return the store in which the ranks of the next group meet: a part of its own, except for the first group of
+        so many ranks, some of which may be processes without this package."""
+        key = f"ddp_manual/groups of {world_size}"
+        opened = int(store.get(key)) if store.check([key]) else 0
+        # All ranks of the group do this, and the first one counts.
+        self._count = functools.partial(store.compare_set, key, str(opened or ""), str(opened + 1))
+        return PrefixStore(f"ddp_manual/{opened}", store) if opened else store
+
+    def is_done(self) -> None:
+        """Count the group, which is open: a rank whose attempt has failed meets the others where they wait."""
+        count, self._count = self._count, None
+        if count is not None:
+            with suppress(RuntimeError):  # rank 0 has ended, and the store with it
+                count()
+
+
+_opening = _Opening()
 
 
 class OpenGroups(NamedTuple):
@@ -94,8 +122,6 @@ class OpenGroups(NamedTuple):
 
 
 _keys: dict[Any, str] = {}
-_default_groups = 0
-"""How many default groups of several ranks this process has opened."""
 not_countable: set[Any] = set()
 """The groups in which this rank has begun what gloo counts as collectives, but other ranks need not begin."""
 
@@ -208,17 +234,19 @@ def watch_process_groups(
     This replaces torch's own registry of ranks, which has all groups, whichever function has opened them.
     """
     again: Counter[str] = Counter()
-    before_all = _default_groups
+    default = 0
 
     class Registry(dict[Any, Any]):
         def __setitem__(self, group: Any, mapping: Any) -> None:
-            global _default_groups
+            nonlocal default
             super().__setitem__(group, mapping)
             name = distributed_c10d._pg_names.get(group)
             if name is not None and group not in _keys:  # this rank belongs to it
                 ranks = [int(rank) for rank in mapping]
-                _default_groups += group.group_desc == "default_pg" and len(ranks) > 1  # not one of this rank alone
-                members = f"{name}/{zlib.crc32(repr(ranks).encode()):08x}/{_default_groups - before_all}"
+                if group.group_desc == "default_pg":
+                    default += len(ranks) > 1  # not one of this rank alone
+                    _opening.is_done()
+                members = f"{name}/{zlib.crc32(repr(ranks).encode()):08x}/{default}"
                 _keys[group] = key = f"{members}/{again[members]}"
                 again[members] += 1
                 opened(group, key, ranks)
