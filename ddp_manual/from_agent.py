@@ -63,7 +63,7 @@ class Save(Message):
 
 
 class Close(Message):
-    """Close the process groups: all other ranks have finished, or will take part no more."""
+    """Close the process groups: all other ranks have finished, or this rank is to wait for them no longer."""
 
 
 class Over(Message):

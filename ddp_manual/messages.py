@@ -351,7 +351,7 @@ class Expired(Message):
 
 
 class Close(Message):
-    """Close the process groups: all other ranks have finished, or will take part no more."""
+    """Close the process groups: all other ranks have finished, or this rank is to wait for them no longer."""
 
 
 class RunEnds(Message):

@@ -230,7 +230,7 @@ class RunSoFar(Checked):
     losses: Count
     """How often ranks were lost."""
     lost_seconds: Seconds
-    """All the seconds from a loss until all ranks went on."""
+    """The sum of the seconds from each loss until all ranks went on."""
     host: Name
     pid: Count
     """The pid of rank 0's worker, which was lost."""

@@ -107,7 +107,7 @@ class CoordinatorProtocol:
     @property
     def others_still_here(self) -> list[int]:
         """The ranks, without rank 0, that work with it and have not said goodbye."""
-        silent = self._watch.health.silent(self._now) if self.failure is not None else {}  # may never hear of it
+        silent = self._watch.health.silent(self._now) if self.failure is not None else {}  # they may never hear it
         return sorted(self._at_work - silent.keys() - {0})
 
     def at_work(self, ranks: Sequence[int]) -> list[int]:

@@ -20,7 +20,7 @@ from ddp_manual.protocol.token_proof import Seal, Unsealed, claimed
 from ddp_manual.ranks_and_runs import LastWords, RankInfo
 from ddp_manual.wire import LONGEST_LINE, Read, printable, reader_of
 
-# Seconds within which a connection must say which rank it is, and more seconds for each connection that is here.
+# Seconds within which a connection must say which rank it is, and more for each stranger, which may be read before it.
 HELLO_WITHIN = 5.0
 HELLO_EACH = 0.005
 # Strangers that may be here at once: this many more than there are ranks.

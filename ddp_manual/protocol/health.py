@@ -87,7 +87,7 @@ class Health:
             return
         if known.finished:  # the groups that it closes now make no difference
             beat = replace(beat, collectives=known.beat.collectives, closed=known.beat.closed)
-        if beat.steps != known.beat.steps or not 0 < known.beat.step <= beat.step:  # or in another epoch
+        if beat.steps != known.beat.steps or not 0 < known.beat.step <= beat.step:  # such as in another epoch
             known.counts_since = (beat.step, now) if beat.steps else None
         before, known.beat = known.mark, beat
         if known.mark != before:

@@ -37,14 +37,14 @@ RECORDS_WITHIN = 0.8
 # The number of each request for stacks; no other request has it.
 STACKS = 0
 # Seconds from the first rank that has finished until all that have are told to close their process groups: a rank that
-# is stuck in a collective has to see that. Ranks that did the same work have all finished by then; only rank 0 stays.
+# is stuck in a collective has to see that. Ranks that did the same work have all finished by then; for a slower rank,
+# rank 0 alone waits longer.
 FINISH_TOGETHER = 1.0
 # Seconds from a collective that broke until it is known which rank is to blame.
 BLAME_WITHIN = 1.5
 # Seconds until a line says that ranks wait for others, long before that ends the run.
 STALL_LINE = 30.0
-# Seconds after which ``status`` shows that ranks wait.
-WAIT_SHOWN = 5.0
+WAIT_SHOWN = 5.0  # seconds after which ``status`` shows that ranks wait
 # Seconds after which the network is probed anew.
 PROBES_HOLD = 60.0
 # How many ranks have a line each if more of them are stopped, slow or in a debugger at the same moment.
@@ -293,7 +293,7 @@ class Watch:
         return any((self.lost, self.waiting, self._broken))
 
     def take_lost(self) -> Mapping[int, Loss]:
-        """Return the losses after which all begin anew, also those that still wait for an inquiry."""
+        """Return rank -> its loss, for all ranks without which the others begin anew, also those still ``waiting``."""
         if self.lost:
             self._lose_waiting()
         lost, self.lost = self.lost, {}

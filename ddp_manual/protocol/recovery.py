@@ -64,7 +64,7 @@ class Recovery:
         self.generation = 0
         """How often the ranks have begun anew."""
         self.count, self.seconds = 0, 0.0
-        """How many losses there were, and all the seconds from a loss until all ranks went on."""
+        """How many losses there were, and the sum of the seconds from each loss until all ranks went on."""
         self.lost: dict[int, Verdict] = {}
         """The ranks that were lost in this pause, or in the last one."""
         self.back: set[int] = set()

@@ -252,7 +252,7 @@ class RollCall:
         return bool(missing)
 
     def _await_those_left_out_to_stop(self) -> None:
-        """Wait for the ranks left out to stop the run after all, if all ranks that have asked for the stop are gone."""
+        """Wait again for ranks that were left out only to stop the run, if no rank is about to stop it any more."""
         for rank in () if self.stopping else self.ranks(Seat.LEFT_OUT_TO_STOP):
             self._become(rank, Seat.EMPTY)
 

@@ -70,7 +70,7 @@ def find_stall(
     if not behind:
         behind = [rank for rank, known in active.items() if not known.beat.inside]
         if behind and all(now - max(active[rank].changed, active[rank].went_on) <= late for rank in behind):
-            return None  # they have just gone on, and so have the others, whose heartbeats come later
+            return None  # they have just gone on; most likely the others too, whose heartbeats come later
     if set(behind) >= set(waiting):  # as with NCCL: the program waits on a line of its own
         usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]
         behind = [rank for rank, known in active.items() if known.beat.place != usual]

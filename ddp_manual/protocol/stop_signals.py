@@ -108,7 +108,7 @@ class StopSignals:
         if number == SAVE:
             self._save(seen_by)
             return None
-        if self._handling is Handling.BY_ITSELF and not self._first_at:  # else one came before the program began
+        if self._handling is Handling.BY_ITSELF and not self._first_at:  # otherwise one came before the program began
             return self._stop_program(number, again, now)
         is_early = self._handling is Handling.LOADING
         will_take_it = goes_on and self._takes_stops
