@@ -1,12 +1,12 @@
 """How many collectives a rank has begun in each group, and their records, in memory that the worker shares with its
 agent.
 
-The worker writes a record before each collective; the agent reads, also after the worker's death. Each record has the
+The worker writes a record before each collective; the agent reads it, also after the worker's death. A record has the
 chain of its group: a checksum of what this and all collectives before it have in common on all ranks. Ranks whose
 chains agree at a number have made the same calls up to there.
 
-Of some collectives the reduce operation is not known, such as of compiled ones and those of C++. So it has checksums of
-its own in a chain, which count only among ranks that know it of the same collectives.
+The reduce operation of some collectives is not known, such as of compiled ones and those of C++. So reduce operations
+have their own checksums in a chain, which are compared only between ranks that know them of the same collectives.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ddp_manual.wire import printable
 SLOTS = 8192
 _COUNT = struct.Struct("<Q")
 _HEADER = 64
-# How many were begun, number, group, chain; what was called and on which line.
+# A record is a ``Key`` (begun, number, group, chain), then the call with its detail, and its line.
 _RECORD = struct.Struct("<QQI12s96s128s")
 _KEY = struct.Struct("<QQI12s")
-# Groups that have a number each; one that is opened after so many others takes the place of another. A group and its
-# number are one word of the machine, which is written and read as a whole.
+# Groups that have a number each; a group that is opened after this many others takes the place of one of them. A group
+# and its number are one word of the machine, which is written and read as a whole.
 _GROUPS = 8192
 _NUMBER = struct.Struct("@Q")
 _BITS_OF_NUMBER = 40
 _RECORDS = _HEADER + _GROUPS * _NUMBER.size
 MEMORY_SIZE = _RECORDS + SLOTS * _RECORD.size
 LONGEST_CALL, LONGEST_LINE = 96, 128
-# A reader leaves out the oldest records, which the writer may be about to overwrite.
+# A reader leaves out this many of the oldest records, which the writer may be about to overwrite.
 _MARGIN = 64
 _32_BITS = 0xFFFFFFFF
 
@@ -44,20 +44,20 @@ class Key(NamedTuple):
     begun: int
     """How many collectives the rank had begun in all groups, with this one."""
     number: int
-    """How many of them in this group."""
+    """How many collectives the rank had begun in this group, with this one."""
     group: int
-    """Numbered by the rank in the order in which it has opened them."""
+    """The number of the group: the rank numbers its groups in the order in which it opens them."""
     chain: int
     """See ``chain_with``."""
 
 
 def chain_with(chain: int, number: int, call: bytes, reduce: bytes) -> int:
-    """Return a group's chain with one more collective: from its lowest bits on 32 each for the calls, for the numbers
-    of those whose reduce operation is known, and for these operations.
+    """Return a group's chain with one more collective. It has three checksums, of 32 bits each from the lowest on: of
+    the calls, of the numbers of the collectives whose reduce operation is known, and of these operations.
 
     Args:
-        call: what it must have in common with the same collective of all other ranks.
-        reduce: its reduce operation; b"" if it has none, or if that is not known.
+        call: what the collective must have in common with the same collective of all other ranks.
+        reduce: the reduce operation of the collective; b"" if it has none, or if that is not known.
     """
     calls = zlib.crc32(call, chain & _32_BITS)
     if not reduce:
@@ -67,8 +67,8 @@ def chain_with(chain: int, number: int, call: bytes, reduce: bytes) -> int:
 
 
 def comparable(chain: int) -> dict[int, int]:
-    """Return what can be compared with the chains that other ranks have at the same number: ranks that have a key of
-    these in common, with another value, have made other calls."""
+    """Return key -> value, to compare with what other ranks have at the same number: two ranks with different values
+    for the same key have made different calls."""
     known = chain >> 32 & _32_BITS
     return {0: chain & _32_BITS, known: chain >> 64} if known else {0: chain & _32_BITS}
 

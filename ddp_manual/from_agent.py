@@ -1,5 +1,5 @@
-"""What an agent says to its worker: this module is the whole list. What the worker says is in ``from_worker``, with how
-both travel."""
+"""What an agent says to its worker: this module is the whole list. What the worker says, and how messages of both are
+sent, is in ``from_worker``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_manual.wire import Read, local_reader_of
 
 
 class Start(Message):
-    """Load what the work needs; sent at once, on rank 0 once it listens."""
+    """Load what the work needs; sent at once, on rank 0 once its coordinator listens."""
 
     spec: Mapping[str, Any]
     """The options of ``WorldSpec``."""
@@ -23,7 +23,7 @@ class Start(Message):
     started: float
     """When the agent began, on the monotonic clock of this machine."""
     store_address: str | None
-    """From rank 0 the address at which the worker hosts torch's store."""
+    """On rank 0 the address at which the worker hosts torch's store; otherwise None."""
     program: Program | None = None
     """What to run; None: the script that has started its agent itself."""
     restarts: tuple[int, int] = (0, 0)
@@ -34,13 +34,13 @@ class TakePlace(Message):
     """All ranks are here: begin to work at this place among them."""
 
     placed: Placed
-    """As the coordinator has said it; of the run's folder as this rank calls it."""
+    """As the coordinator has sent it, but with the path of the run's folder on this rank."""
     own: bool
     """Whether this rank writes its failure into that folder."""
     interfaces: Mapping[str, str]
     """The variables for gloo and NCCL that name the network interface."""
     wrong_for_nccl: str | None = None
-    """Why NCCL has to be told it."""
+    """Why NCCL must be told the interface: by itself it would listen on the wrong one; None if it would not."""
 
 
 class AskStep(Message):
@@ -53,7 +53,7 @@ class StopAfter(Message):
     step: int
     """Counted from 1 since all ranks have begun, or have gone on after a loss."""
     number: int
-    """The signal that has asked for it."""
+    """The signal that has asked all ranks to stop."""
     ranks: Sequence[int]
     """The ranks that have got such a signal."""
 
@@ -63,7 +63,7 @@ class Save(Message):
 
 
 class Close(Message):
-    """Close the process groups: all ranks have finished, or will not come any more."""
+    """Close the process groups: all other ranks have finished, or this rank is to wait for them no longer."""
 
 
 class Over(Message):
@@ -75,7 +75,7 @@ class BeQuiet(Message):
 
 
 class BeforeTheEnd(Message):
-    """Say whether a checkpoint is being written, and once it is: the worker is about to be killed."""
+    """Say whether a checkpoint is being written, and say so when it is written: the worker is about to be killed."""
 
 
 class RunEnds(Message):
@@ -83,7 +83,7 @@ class RunEnds(Message):
 
     words: LastWords
     own: bool
-    """Whether that is what the script itself has raised."""
+    """Whether the script itself has raised this error."""
 
 
 class Exit(Message):

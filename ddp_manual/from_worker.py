@@ -1,8 +1,8 @@
 """What a worker says to its agent: this module is the whole list. What the agent says is in ``from_agent``.
 
-Both are processes of one rank on one machine, connected by a pair of sockets that nobody else has. What goes over it is
-a JSON object on a line (``wire.encode_local``), of a type of its own below; its docstring says who sends it when. It is
-checked as it is read. Texts, such as the names of files, arrive as they are.
+Both are processes of one rank on one machine, connected by a pair of sockets that nobody else has. Each message is a
+JSON object on a line (``wire.encode_local``), of one of the types below; the docstring of the type says when it is
+sent. It is checked as it is read. Texts, such as the names of files, arrive as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddp_manual.messages import Message
 from ddp_manual.ranks_and_runs import JOINING, LARGEST, Beat, LastWords, Ready
 from ddp_manual.wire import Read, local_reader_of, printable
 
-# Characters of a line of the program.
+# Characters of ``Beat.place``, which names a line of the program.
 LONGEST_PLACE = 200
 T = TypeVar("T")
 
@@ -27,8 +27,8 @@ T = TypeVar("T")
 class Progress:
     """What a rank is doing: the training loop writes it, the reporter's thread reads it.
 
-    ``world.progress(step=120, steps=600, loss=loss.item())`` in a script's own loop sets what it names; ``status``
-    shows it, and messages say at which step a rank was. The numbers are Python's: a tensor counts as 0, since reading
+    ``world.progress(step=120, steps=600, loss=loss.item())`` in a script's own loop sets these fields; ``status`` shows
+    them, and messages say at which step a rank was. The numbers must be Python's: a tensor counts as 0, since reading
     it could wait for a GPU.
     """
 
@@ -39,13 +39,13 @@ class Progress:
     steps: int = 0
     """How many there are in all; 0 if that is not known."""
     samples_per_second: float = 0.0
-    """Of this rank."""
+    """The samples of this rank alone."""
     step_seconds: float = 0.0
     """This rank's own work per step, without waiting for the others; 0 if not measured."""
     loss: float | None = None
-    """Which rank 0 also writes to the run's ``metrics.jsonl``, once a second."""
+    """The last loss; rank 0 also writes it to the run's ``metrics.jsonl``, once a second."""
     loss_said: Callable[[], None] | None = None
-    """Called when the loss was said."""
+    """Called when the script has given a loss."""
     saving: bool = False
     """Whether it is writing files that it must finish before its process is ended."""
 
@@ -67,7 +67,7 @@ class Progress:
 
     @property
     def number_of_loss(self) -> float | None:
-        """The loss; None where it is no number of Python that can be said."""
+        """The loss; None if it is no number of Python, or is beyond LARGEST."""
         return _number(self.loss, None)
 
     @property
@@ -79,9 +79,9 @@ class Progress:
         return int(_number(self.epoch, 0.0))
 
     def beat(self, *, place: str, timeouts: Mapping[str, float], **seen: Any) -> Beat:
-        """Make a heartbeat that can be read, whatever a script has put in here.
+        """Return a heartbeat that can be read, whatever a script has put into these fields.
 
-        Texts are cut and made printable; numbers that are not finite become 0; the shortest time-out is said once.
+        Texts are cut and made printable; numbers that are not finite become 0; the shortest time-out is sent once.
 
         Args:
             seen: other fields of ``Beat``, as they are.
@@ -103,7 +103,7 @@ class Progress:
 
 
 def _number(value: Any, otherwise: T) -> float | T:
-    """Return a number that can be said as it is; reading a tensor could wait for a GPU that hangs."""
+    """Return a number of Python up to LARGEST; ``otherwise`` for a tensor too: reading it could wait for a hung GPU."""
     with suppress(OverflowError):
         return float(value) if isinstance(value, Real) and abs(float(value)) <= LARGEST else otherwise
     return otherwise
@@ -113,7 +113,7 @@ class Born(Message):
     """The worker's process runs; its first message, except from a script that has started its agent itself."""
 
     pid: int
-    """Which only the process itself knows, if it was forked."""
+    """The pid, which only the process itself knows if it was forked."""
 
 
 class Attach(Message):
@@ -145,7 +145,7 @@ class Doing(Message):
     """The worker is alive; its reporter sends it every 0.25 s, and at once when its work is done."""
 
     beat: Beat | None = None
-    """What the worker does, if that is not what it said last."""
+    """What the worker does, if that has changed since its last message."""
     blocked: bool = False
     """Whether its main thread is in a collective, where Python calls no handler of a signal."""
 
@@ -154,7 +154,7 @@ class RecordsMemory(Message):
     """The worker records its collectives from now on; before it opens a process group."""
 
     descriptor: int
-    """Of the memory that it shares with its agent: its number in the worker."""
+    """The worker's file descriptor of the memory that it shares with its agent."""
     complete: bool
     """Whether it records all of them: torch before 2.14 does not tell what C++ begins."""
     compared: bool
@@ -162,7 +162,7 @@ class RecordsMemory(Message):
 
 
 class GroupOpened(Message):
-    """The worker has opened a process group; one for each type of device that has a backend of its own there."""
+    """The worker has opened a process group; sent for each type of device that has a backend of its own in it."""
 
     identity: int
     """The number that its records have for the group, or for the backend."""
@@ -171,7 +171,7 @@ class GroupOpened(Message):
     ranks: Sequence[int]
     description: str
     device: str
-    """Its type, if the group has a backend for each; otherwise ""."""
+    """The type of device, if the group has a backend for each type; otherwise ""."""
 
 
 class GroupClosed(Message):
@@ -183,7 +183,7 @@ class GroupClosed(Message):
 
 
 class NotCompared(Message):
-    """The collectives of this worker cannot be recorded any more, or, as its agent itself finds out, cannot be read."""
+    """The worker cannot record its collectives any more; or its agent, which makes this message, cannot read them."""
 
     why: str
 
@@ -198,15 +198,15 @@ class ProgramBegins(Message):
     """The worker becomes the program, which handles its signals itself; sent just before its first line."""
 
     hears: bool = True
-    """Whether it hears its agent: an executable does not."""
+    """Whether the program hears its agent: an executable does not."""
 
 
 class Replaced(Message):
-    """The program has become another one by exec, as its agent itself finds out; nothing follows from it."""
+    """The program has become another one by exec; its agent makes this message itself, and the worker sends no more."""
 
 
 class Joins(Message):
-    """The program calls ``join``: it will say when it has done its work, and leaves in order."""
+    """The program calls ``join``: it will say when it has done its work, and will leave in order."""
 
 
 class TakesStops(Message):
@@ -214,7 +214,7 @@ class TakesStops(Message):
 
 
 class TakesNoStops(Message):
-    """The program has done its part: a signal is told that this rank is leaving."""
+    """The program has done its part: after a signal, a line says that this rank is leaving."""
 
 
 class TakesSignals(Message):
@@ -228,7 +228,7 @@ class Signalled(Message):
 
 
 class StepsDone(Message):
-    """The worker has done so many steps and begins no other one but the next; the reply to ``AskStep``."""
+    """The worker has done so many steps and begins no step after the next one; the reply to ``AskStep``."""
 
     steps: int
 
@@ -238,13 +238,13 @@ class RunFolder(Message):
 
     run_dir: str
     own: bool
-    """Whether this rank writes its failure there."""
+    """Whether this rank writes its failure into that folder."""
     chosen: bool
     """Whether the user has named the folder."""
 
 
 class Holds(Message):
-    """A user's own program has asked for the state that is held of it, and so will hold it."""
+    """A user's own program has asked for its held state, and so it will hold its state."""
 
 
 class Finished(Message):
@@ -256,24 +256,24 @@ class Failed(Message):
 
     words: LastWords
     broken: bool = False
-    """Whether it is that a collective has broken."""
+    """Whether the exception is raised because a collective has broken."""
     in_a_collective: bool = False
-    """Whether torch has raised it in a collective."""
+    """Whether torch has raised the exception in a collective."""
     exits: bool = False
-    """Whether the program ends itself by it: SystemExit."""
+    """Whether the exception is SystemExit, by which the program ends itself."""
     place: str = ""
-    """The line of the user's program that has raised it."""
+    """The line of the user's program that has raised the exception."""
 
 
 class Left(Message):
-    """The worker has closed its process groups, or is a program that has ended, and has only torch's store to keep."""
+    """The worker has closed its process groups, or its program has ended: it has only torch's store to keep."""
 
 
 class Result(Message):
     """The work of a program that has called ``join`` is done, and its files are written; after ``Left``."""
 
     result: Any = None
-    """What it has come to."""
+    """The result of the work."""
     stopped: LastWords | None = None
     """Set if a signal has stopped all ranks after the same step."""
     process_continues: bool = False
@@ -289,7 +289,7 @@ class IsSaving(Message):
 
 
 class MayEnd(Message):
-    """The worker writes no checkpoint, or no longer: nothing is lost if it is killed."""
+    """The worker is not, or is no longer, writing a checkpoint: nothing is lost if it is killed."""
 
 
 class Noticed(Message):

@@ -1,7 +1,7 @@
 """The state of a training after its last step, in memory that an agent owns and its worker writes to.
 
-It is there when the worker is not any more, however that has ended. Two slots take turns, and a slot counts once it is
-whole: a worker that is killed while it writes leaves the state before. A state is a text, which describes it, and the
+It stays when the worker has ended, however that has ended. Two slots take turns, and a slot counts once it is whole: a
+worker that is killed while it writes a state leaves the state before. A state is a text, which describes it, and the
 bytes of its tensors; ``training/held_state.py`` writes and reads both. Only the header is read without torch.
 """
 
@@ -24,7 +24,7 @@ from ddp_manual.memory_cgroup import memory_left
 SLOT = struct.Struct("<8q")
 NUMBER = struct.Struct("<q")
 PAGE = 4096
-# Of the memory that is left, for what all ranks of a host hold: the training takes some too.
+# The share of the memory that is left which the held states of a host's ranks may take: the training takes some too.
 SHARE = 0.8
 
 
@@ -38,7 +38,7 @@ class Moment(NamedTuple):
 
     @property
     def named(self) -> str:
-        """Say it as in: go on ``after step 604``."""
+        """The moment in words, as in: go on ``after step 604``."""
         return f"after call {self.step} of hold()" if self.counts_calls else f"after step {self.step}"
 
 
@@ -56,10 +56,10 @@ class Slot:
 
 
 class HeldMemory:
-    """One rank's memory.
+    """The memory that holds the state of one rank.
 
     Args:
-        descriptor: of the file in memory, which this object closes.
+        descriptor: the descriptor of the file in memory, which this object closes.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -82,7 +82,7 @@ class HeldMemory:
         os.close(self.descriptor)
 
     def newest(self) -> Slot | None:
-        """Return the newest state that is whole; None if none is."""
+        """Return the slot of the newest state that is whole; None if no state is."""
         found = []
         for index in range(2):
             header = os.pread(self.descriptor, SLOT.size, self._place(index))
@@ -93,7 +93,7 @@ class HeldMemory:
 
     @property
     def steps_done(self) -> int:
-        """The steps that the worker has done, of which the last ones may not be held."""
+        """How many steps the worker has done; the held state may be from some steps before."""
         return int(NUMBER.unpack(os.pread(self.descriptor, NUMBER.size, 0))[0])
 
     @steps_done.setter
@@ -108,25 +108,25 @@ class HeldMemory:
         return self._mapped
 
     def begin(self, tensors: int, text: int, ranks: int = 1) -> Slot:
-        """Return the slot to write a state of so many bytes to: not the newest one. It is not whole from now on.
+        """Return the slot to write a state of so many bytes to, which does not count until ``finish``: not the newest.
 
         Args:
-            ranks: those of this host that are about to take as much.
+            ranks: how many ranks of this host are about to take as much.
 
         Raises:
-            OSError: the machine has not so much memory for all of them.
+            OSError: the machine does not have so much memory for all these ranks.
         """
         newest = self.newest()
         index, number = (1 - newest.index, newest.number + 1) if newest is not None else (0, 1)
         NUMBER.pack_into(self.mapped, self._place(index), 0)
         _, _, _, _, begin, size, _, _ = SLOT.unpack_from(self.mapped, self._place(index))
         if tensors + text > size:
-            # At the end of the file; what the slot had before is given back.
+            # The new place is at the end of the file; the memory that the slot had before is given back.
             with suppress(AttributeError, OSError):
                 if size:
                     self.mapped.madvise(mmap.MADV_REMOVE, begin, size)
             begin, size = os.fstat(self.descriptor).st_size, (tensors + 4 * text) // PAGE * PAGE + PAGE
-            # The first time both at once: other ranks see what is left by then.
+            # Both slots are made at the first state: what is left then, which other ranks look at, counts both.
             slots = [index] if newest is not None else [0, 1]
             whole = len(slots) * size
             if ranks * whole > SHARE * memory_left():  # in a cgroup nothing fails: the kernel ends a process
@@ -140,13 +140,13 @@ class HeldMemory:
         return Slot(index, number, Moment(0, 0), begin, size, tensors, text)
 
     def finish(self, slot: Slot, moment: Moment) -> None:
-        """Let the state that was written to a slot count."""
+        """Mark a slot as whole: the state that was written to it counts from now on."""
         place = self._place(slot.index)
         SLOT.pack_into(self.mapped, place, 0, *moment, slot.begin, slot.size, slot.tensors, slot.text)
         NUMBER.pack_into(self.mapped, place, slot.number)
 
     def forget(self) -> None:
-        """Let no state count: it would be an old one, since no other can be held."""
+        """Mark both slots as not whole: no newer state can be held, and theirs would be old."""
         for index in range(2):
             NUMBER.pack_into(self.mapped, self._place(index), 0)
 

@@ -50,7 +50,7 @@ class Steps(list[Step]):
         return step
 
     def end(self, step: Step, detail: str, outcome: str = "ok") -> None:
-        """End the step that was begun last."""
+        """End ``step``, which was begun last."""
         step.outcome, step.detail = outcome, detail
         step.seconds = time.monotonic() - self._began
 

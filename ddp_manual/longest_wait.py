@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ddp_manual.ranks_and_runs import RunInfo
 
-# Of the time-out of a process group: ranks wait for less long in a collective. After the time-out torch ends those that
-# wait, and nobody would name the rank that they wait for.
+# Ranks may wait in a collective for this share of their process group's time-out. After the whole time-out torch ends
+# the ranks that wait, and nobody would name the rank that they wait for.
 SHARE_OF_TIMEOUT = 0.8
 
 
@@ -17,7 +17,7 @@ class LongestWait:
 
     seconds: float
     timeout: float | None = None
-    """The time-out of their process group, if it follows from that; otherwise it is ``stall_timeout``."""
+    """The time-out of their process group, if ``seconds`` follows from that; None if they are ``stall_timeout``."""
 
     @property
     def reason(self) -> str:
@@ -27,7 +27,7 @@ class LongestWait:
 
     @property
     def larger(self) -> str:
-        """What makes it longer."""
+        """What a person can set for a longer wait, as the object of a sentence."""
         if self.timeout is None:
             return "a larger --stall_timeout"
         return (
@@ -37,7 +37,7 @@ class LongestWait:
 
 
 def timeout_for(stall_timeout: float) -> float:
-    """Return the seconds of a time-out that ends no collective before ``stall_timeout`` does."""
+    """Return the seconds of a time-out with which torch ends no collective before ``stall_timeout`` ends the run."""
     return stall_timeout / SHARE_OF_TIMEOUT + 10
 
 
@@ -46,7 +46,7 @@ def longest_wait(run: RunInfo, timeout: float | None, until_known: float) -> Lon
 
     Args:
         timeout: the seconds of the group's own time-out; None if that is not known.
-        until_known: seconds from the begin of a wait until rank 0 knows of it, at most.
+        until_known: the most seconds from the beginning of a wait until rank 0 knows of it.
     """
     own = LongestWait(run.stall_timeout)
     if timeout is None:

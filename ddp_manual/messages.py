@@ -1,8 +1,8 @@
 """What agent, coordinator and observer say to each other: this module is the whole list.
 
-It is a JSON object on a line (``wire``), of a type of its own below; its docstring says who sends it when. It is
-checked as it is read, against the types and bounds of its fields. What several of them are about is in
-``ranks_and_runs``. What an agent and its own worker say to each other is in ``from_agent`` and ``from_worker``.
+Each message is a JSON object on a line (``wire``), of one of the types below; the docstring of the type says who sends
+it when. It is checked as it is read, against the types and bounds of its fields. Types that several messages contain
+are in ``ranks_and_runs``. Messages between an agent and its own worker are in ``from_agent`` and ``from_worker``.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class OfWorker(Message, kw_only=True):
     """What an agent says of its worker. It changes nothing once the coordinator has asked for another worker."""
 
     worker: Count = 0
-    """How often the coordinator had asked for another one, on this connection, when the agent started this one."""
+    """How often the coordinator had asked for another worker, on this connection, when the agent started this one."""
 
 
 # From a process that is no rank yet.
 
 
 class Claim(Checked):
-    """The content of a hello: who wants to be a rank, and what only the coordinator that has read it can sign."""
+    """The content of a hello: who wants to be a rank, and a nonce over which the coordinator signs its reply."""
 
     info: RankInfo
     nonce: Name
@@ -81,7 +81,7 @@ class Question(Checked):
 
 
 class Look(Signed):
-    """Asks to see the run; from an observer, as often as it was answered. ``Question`` is its content."""
+    """Asks to see the run; from an observer, which may ask again after each answer. ``Question`` is its content."""
 
 
 # From an agent that is a rank.
@@ -109,15 +109,15 @@ class Failed(OfWorker):
 
     words: LastWords
     judged: bool = False
-    """Whether the agent says it, since the worker could not."""
+    """Whether these words are the agent's, since the worker could not say why."""
     broken_at: str | None = None
-    """The line of the collective that has broken, if that is why: another rank is to blame."""
+    """The line of the collective that has broken, if the worker ends because of that: another rank is to blame."""
     in_a_collective: bool = False
     """Whether torch itself has failed there, maybe since other ranks called something else."""
 
 
 class Held(OfWorker):
-    """The worker was ended and another is started, as the coordinator has asked; what is held of its state."""
+    """The worker was ended and another is started, as the coordinator has asked; which state this rank holds."""
 
     moment: Moment | None = None
     steps_done: Count = 0
@@ -136,7 +136,7 @@ class Begun(Checked):
     number: Count
     """How many collectives the rank had begun in this group, with this one."""
     begun: Count
-    """How many in all groups."""
+    """How many collectives the rank had begun in all groups, with this one."""
     call: Name
     """Such as ``all_reduce float32[4]``."""
     detail: Name
@@ -159,7 +159,7 @@ class RecordsReply(OfWorker):
     number: Count
     groups: Mapping[Name, GroupRecords] = {}
     calls: Sequence[Begun] = ()
-    """Those that were asked for; beside ``groups`` the last one."""
+    """The calls that were asked for; if chains were, the last call of the rank."""
 
 
 class Probed(Message):
@@ -167,7 +167,7 @@ class Probed(Message):
 
     key: tuple[Count, Count]
     failures: Sequence[tuple[Count, str]]
-    """The index of each of them, and how the network responded."""
+    """The index of each of these hosts, and how the network responded."""
 
 
 class Stopping(Message):
@@ -184,13 +184,13 @@ class StepsDone(OfWorker):
 
 
 class Tell(Message):
-    """Tell the others this about this rank."""
+    """Asks the coordinator to tell the other ranks this about this rank."""
 
     text: str
 
 
 class LostRank0(Message):
-    """The agent leaves, since it has heard nothing of rank 0; which reads it if it was only stopped."""
+    """The agent leaves, since it has heard nothing of rank 0; a rank 0 that was only stopped reads this."""
 
     words: LastWords
 
@@ -217,7 +217,7 @@ class Greeting(Message, forbid_unknown_fields=False):
     challenge: Name
     host: Name
     pid: Count
-    """Of rank 0's worker."""
+    """The pid of rank 0's worker."""
     token: bool
     """Whether the run has a token."""
 
@@ -227,7 +227,7 @@ class Welcome(Signed):
 
 
 class Refused(Signed):
-    """The process is no rank, or no longer, or may not see the run. ``LastWords`` is the content."""
+    """The process is no rank, is a rank no longer, or may not see the run. ``LastWords`` is the content."""
 
 
 class Later(Message):
@@ -239,24 +239,24 @@ class Seen(Signed):
 
 
 class News(Message):
-    """Who is here, and who is missing; to all ranks that are here, when it changes. Ranges are first and last."""
+    """Who is here, and who is missing; to all ranks that are here, when it changes. A range is (first, last) rank."""
 
     here: Count
     left_out: Sequence[tuple[Count, Count]] = ()
     named: Sequence[str] = ()
-    """Some of those that are here, with their hosts."""
+    """Some of the ranks that are here, with their hosts."""
     missing: Sequence[tuple[Count, Count]] = ()
     loading: Sequence[tuple[Count, Count]] = ()
-    """Those that are here, and still load torch."""
+    """The ranks that are here and still load torch."""
     refused: Sequence[str] = ()
     gone: Sequence[str] = ()
     warnings: Sequence[str] = ()
     complete: bool = False
     waited: Seconds = 0.0
-    """For those that are missing or loading."""
+    """Seconds for which rank 0 has waited for the ranks that are missing or loading."""
     timeout: Annotated[float, Meta(ge=0)] = 0.0
     for_lost: bool = False
-    """Whether ranks are waited for that were lost, of which rank 0 has said so."""
+    """Whether the missing ranks were lost, which a line of rank 0 has said."""
 
 
 class Line(Message):
@@ -271,7 +271,7 @@ class Probe(Message):
     key: tuple[Count, Count]
     """The round and the index of the host, which the reply repeats."""
     hosts: Sequence[tuple[Count, str, Port]]
-    """The index of each, its address and port."""
+    """The index, the address and the port of each host."""
 
 
 class Losses(Checked):
@@ -312,11 +312,11 @@ class AskRecords(Message):
     """Send these records of collectives: the last ones of all groups, or what was called."""
 
     number: Count
-    """Of the question, which the reply repeats."""
+    """The number of the question, which the reply repeats."""
     chains: Count = 0
-    """How many, in all groups together."""
+    """How many chains to send, of all groups together."""
     calls: Mapping[Name, Sequence[Count]] = {}
-    """Group -> the numbers of those whose calls are asked for."""
+    """Group -> the numbers of the collectives whose calls are asked for."""
 
 
 class AskStep(Message):
@@ -330,14 +330,14 @@ class StopAfter(Message):
     number: Count
     """The signal."""
     ranks: Sequence[Count]
-    """Those that have got one."""
+    """The ranks that have got such a signal."""
 
 
 class Replace(Message):
     """End the worker, and start another one: a rank was lost."""
 
     worker: Count
-    """What messages of the new worker say."""
+    """The number that messages about the new worker have: see ``OfWorker``."""
 
 
 class SeatLost(Message):
@@ -351,7 +351,7 @@ class Expired(Message):
 
 
 class Close(Message):
-    """Close the process groups: all ranks have finished, or will not come any more."""
+    """Close the process groups: all other ranks have finished, or this rank is to wait for them no longer."""
 
 
 class RunEnds(Message):

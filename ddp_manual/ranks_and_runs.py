@@ -19,10 +19,10 @@ from ddp_manual.wire import LONGEST_NAME
 
 # Characters of an error's text, such as a traceback.
 LONGEST_TEXT = 20_000
-# Numbers and chains that a heartbeat may say of a group.
+# How many numbers and chains a heartbeat may have of a group.
 LONGEST_CHAINS = 256
 
-# What the key of a process group ends with where its collectives are counted by records, and not by torch.
+# The end of a process group's key in a heartbeat if its collectives are counted by records, and not by torch.
 BY_RECORDS = "/recorded"
 
 JOINING = "joining"
@@ -34,7 +34,7 @@ ENDED = "ended"
 # Cached because the ranks of a host share an address, and every rank looks at rank 0's.
 ip_address = functools.lru_cache(maxsize=4096)(ipaddress.ip_address)
 
-# A number of seconds or samples; JSON brings numbers of any size.
+# The largest number of seconds or samples that is accepted: JSON has numbers of any size.
 LARGEST = 1e15
 _ONE_LINE = r"\A[^\n]*\Z"  # all other characters that cannot be shown are escaped when a message is read
 
@@ -51,8 +51,8 @@ Moment = tuple[Count, Count, bool]
 
 
 class Checked(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What a message tells of something. Fields that are missing, unknown, of the wrong type or out of bounds are an
-    error (``msgspec.ValidationError``) when it is read."""
+    """A message or a part of one. Fields that are missing, unknown, of the wrong type or out of bounds are an error
+    (``msgspec.ValidationError``) when it is read."""
 
 
 class RankInfo(Checked):
@@ -62,14 +62,14 @@ class RankInfo(Checked):
     world_size: Count
     host: Name
     pid: Count
-    """Of the worker; of its agent until the worker has started."""
+    """The pid of the worker; that of its agent until the worker has started."""
     world_size_source: Name = ""
     host_id: Name = ""
     """Differs between hosts even if their names do not: see ``machine.host_id``."""
     since: Annotated[float, Meta(ge=0, lt=1e11)] = 0.0
-    """Seconds since the epoch, by the rank's own clock."""
+    """When it asked to join, in seconds since the epoch by its own clock."""
     address: Annotated[str, Meta(max_length=LONGEST_NAME)] = ""
-    """Its IP address on the way to rank 0, which its peers are told to connect to."""
+    """Its IP address on the way to rank 0, to which the other ranks are told to connect."""
     answer_port: Port = 0
     """The port at that address where its agent answers other hosts' probes."""
     local_rank: Count | None = None
@@ -80,16 +80,16 @@ class RankInfo(Checked):
     variables: Mapping[Name, Name] = field(default_factory=dict)
     """The variables that change how ranks talk to one another, as far as they are set."""
     arguments: Mapping[Name, Name] = field(default_factory=dict)
-    """Of the user's own program: ``--lr``, or ``argument 1`` for one without a name -> value."""
+    """Argument of the user's own program -> value: ``--lr``, or ``argument 1`` for an argument without a name."""
     may_differ: Sequence[Name] = field(default_factory=list)
     """The arguments that may differ between ranks, as they were typed."""
     allow_mismatch: bool = False
     options: Mapping[Name, Option] = field(default_factory=dict)
     """The options that the ranks must agree on and that are known without torch."""
     starts_again: bool = False
-    """Whether its agent starts another worker by itself when one is lost."""
+    """Whether its agent starts another worker by itself when its worker is lost."""
     goes_on: RunSoFar | None = None
-    """Of a rank that has lost rank 0: the run that it was in."""
+    """The run that the rank was in, if it has lost the rank 0 of that run."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
@@ -106,7 +106,7 @@ class Ready(Checked):
     """What a rank knows once its worker has loaded torch."""
 
     pid: Count
-    """Of the worker, which ``launch`` forks only once torch is loaded."""
+    """The pid of the worker, which ``launch`` forks only once torch is loaded."""
     device: Name
     """``cpu`` or ``cuda``."""
     backend: Name
@@ -118,7 +118,7 @@ class Ready(Checked):
     options: Mapping[Name, Option]
     """The options that the ranks must agree on and only torch or the user's code can tell."""
     store: tuple[Name, Port] | None = None
-    """From rank 0 its IP address and the port where its worker hosts torch's store."""
+    """On rank 0 its IP address and the port where its worker hosts torch's store; otherwise None."""
     may_use_cpu: bool = False
     """Whether it may train on the CPU instead of a GPU, since nobody has chosen a device for it."""
     chooses_device: bool = False
@@ -130,7 +130,7 @@ class Place:
     """A rank's place in the world, and among the hosts of the run."""
 
     rank: int
-    """In torch's process group. In a world that has shrunk the ranks count anew there; otherwise the rank's own."""
+    """The rank in torch's process group: the rank's own, but counted anew in a world that has shrunk."""
     world_size: int
     """The number of ranks that are in the process group."""
     local_rank: int
@@ -154,16 +154,16 @@ class Beat(Checked):
     samples_per_second: Number = 0.0
     step_seconds: Number = 0.0
     loss: Number | None = None
-    """As a script says it."""
+    """The loss that the script gives."""
     collectives: Mapping[Name, int] = field(default_factory=dict)
     """Process group that is open -> how many collectives this rank has begun in it."""
     closed: Mapping[Name, int] = field(default_factory=dict)
-    """The same of the groups that it has closed last, as its agent sees it."""
+    """The same for the groups that it has closed last, as its agent sees it."""
     operations: int = 0
-    """How many operations it has begun in all that are open: gloo numbers what it sends and receives too."""
+    """How many operations it has begun in all open groups: gloo also numbers sends and receives."""
     timeouts: Mapping[Name, TimeOut] = field(default_factory=dict)
-    """Process group -> the seconds after which torch ends a collective in it; "" -> those of all that are left out: the
-    shortest."""
+    """Process group -> the seconds after which torch ends a collective in it; "" -> the shortest, for all groups that
+    are not listed."""
     unfinished: int = 0
     """How many collectives of NCCL this rank has begun and its GPU has not completed."""
     return_at_once: bool = False
@@ -193,12 +193,12 @@ class Beat(Checked):
         return {**self.closed, **self.collectives}
 
     def timeout_of_wait(self, fewest: Mapping[str, int]) -> float | None:
-        """Return the time-out of the process group in which this rank waits if it does; None if that is not known.
+        """Return the time-out of the process group in which this rank waits, if it waits; None if that is not known.
 
         Args:
             fewest: process group -> the fewest collectives that any rank has begun in it. Where this rank has begun
-                more, it waits; of several groups the shortest time-out is returned. If there is none, it may wait in
-                any, as for what another rank sends, and the longest is returned: torch itself ends a shorter wait.
+                more, it waits; of several such groups the shortest time-out is returned. Without such a group it may
+                wait in any, as for a send of another rank, and the longest is returned: torch ends a shorter wait.
         """
         counts = self.collectives.items()
         ahead = [group.removesuffix(BY_RECORDS) for group, count in counts if count > fewest.get(group, count)]
@@ -210,13 +210,13 @@ class Beat(Checked):
         return f"{self.phase}, at step {self.step} of epoch {self.epoch}" if self.step or self.epoch else self.phase
 
     def last_seen(self) -> str:
-        """Return the same, and for a script that does not count steps ``running, on train.py:26 in main``."""
+        """Return ``at_step()``, but for a script that does not count steps ``running, on train.py:26 in main``."""
         on_a_line = self.phase == RUNNING and self.place and not (self.step or self.epoch)
         return f"{self.phase}, on {self.place}" if on_a_line else self.at_step()
 
 
 def named_from_outside(what: str, rank: Any) -> str:
-    """Say which rank a text is about that calls it "this rank"."""
+    """Return a text in which a rank calls itself "this rank" with the rank's number instead."""
     return what.replace("this rank", f"rank {rank}")
 
 
@@ -230,18 +230,18 @@ class RunSoFar(Checked):
     losses: Count
     """How often ranks were lost."""
     lost_seconds: Seconds
-    """From each loss until all ranks went on."""
+    """The sum of the seconds from each loss until all ranks went on."""
     host: Name
     pid: Count
-    """Of rank 0's worker, which was lost."""
+    """The pid of rank 0's worker, which was lost."""
     address: Name
     """The IP address that rank 0 listened on."""
     lost: Name = ""
-    """How it was lost."""
+    """How rank 0 was lost."""
     seconds: Seconds = 0.0
-    """Since then."""
+    """Seconds since rank 0 was lost."""
     held: Moment | None = None
-    """Of the state that the rank holds, if it holds one."""
+    """The moment of the state that this rank holds, if it holds one."""
 
     def __post_init__(self) -> None:
         ip_address(self.address)
@@ -255,7 +255,7 @@ class RunInfo(Checked):
     world_size: Count
     host: str
     pid: Count
-    """Of rank 0's worker."""
+    """The pid of rank 0's worker."""
     address: str
     """The IP address rank 0 listens on."""
     since: float
@@ -269,8 +269,8 @@ class RunInfo(Checked):
     resumes: bool = False
     """Whether the program saves checkpoints in the run's folder when it is asked to, and goes on from the newest."""
     stall_timeout_is_default: bool = False
-    """Whether nobody has set it for a program: then it counts only where the time-outs of its process groups are not
-    known."""
+    """Whether nobody has set ``stall_timeout`` for a program: then it counts only if the time-outs of the program's
+    process groups are not known."""
     on_loss: str = LEAVE
     """What the ranks do when one of them is lost: see ``WorldSpec``."""
     rejoin_timeout: float = 0.0
@@ -289,11 +289,11 @@ class RunInfo(Checked):
 
     def command_for(self, rank: int) -> str:
         """Return what to type for a rank, as a line of its own; "" if there is nothing."""
-        return whole(self.command.replace("{rank}", str(rank), 1))  # a program may have an argument with such a word
+        return whole(self.command.replace("{rank}", str(rank), 1))  # an argument may contain it too
 
     @property
     def where_to_type(self) -> str:
-        """On which host a command of ``command_for`` may be typed."""
+        """The words for where a command of ``command_for`` may be typed."""
         return f"on {self.host} (only it reaches {self.address})" if self.only_on_its_host else "on any host"
 
     @property

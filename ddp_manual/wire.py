@@ -33,17 +33,17 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def encode_local(message: Mapping[str, Any] | msgspec.Struct) -> bytes:
-    """Encode what goes to a process of this rank, or of this user, with its texts and numbers as they are."""
+    """Return the line for a message to a process of this rank, or of this user, with texts and numbers as they are."""
     return json.dumps(msgspec.to_builtins(message, enc_hook=_plain), separators=(",", ":")).encode() + b"\n"
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON gives back of a text or a number of another class, such as ``torch.__version__``."""
+    """Return the plain value of a text or a number of another class, such as ``torch.__version__``."""
     return json.loads(json.dumps(value))
 
 
 def as_json(content: Any) -> bytes:
-    """Return the JSON of what goes over the network."""
+    """Return the JSON of a content that goes over the network."""
     try:
         return _encoder.encode(content)
     except UnicodeEncodeError:  # a text that is not Unicode, such as a stray byte in the name of a file
@@ -51,13 +51,13 @@ def as_json(content: Any) -> bytes:
 
 
 def reader_of(type: Any) -> Read[Any]:
-    """Return what reads JSON of this type that the network brought, with every text in it made safe to show: see
-    ``escaped``. A part of it that is signed is left as it is, until ``Seal.open`` reads it."""
+    """Return a function that reads JSON of this type from the network, and makes every text in it safe to show: see
+    ``escaped``. It leaves a signed message as it is, until ``Seal.open`` reads its content."""
     decoder = msgspec.json.Decoder(type)
 
     def read(text: str) -> Any:
         found = decoder.decode(text)
-        # Nearly all messages: they have no character that JSON escapes, and none beyond ASCII.
+        # As nearly all messages, it has no character that JSON escapes, and none beyond ASCII.
         if (text.isascii() and text.isprintable() and "\\" not in text) or hasattr(found, "signature"):
             return found
         return msgspec.convert(all_escaped(msgspec.json.decode(text)), type)
@@ -66,17 +66,17 @@ def reader_of(type: Any) -> Read[Any]:
 
 
 decode = reader_of(Any)
-"""Reads any JSON that the network brought."""
+"""Reads any JSON from the network, and makes its texts safe to show."""
 
 
 def local_reader_of(type: Any) -> Read[Any]:
-    """Return what reads JSON of this type from ``encode_local``: also texts that are not Unicode, and NaN."""
+    """Return a function that reads such JSON from ``encode_local``: also texts that are not Unicode, and NaN."""
     decoder = msgspec.json.Decoder(type)
 
     def read(text: str) -> Any:
         try:
             return decoder.decode(text)
-        except msgspec.DecodeError:  # what msgspec does not take for JSON, or no such message
+        except msgspec.DecodeError:  # not JSON for msgspec, such as NaN; or no such message
             return msgspec.convert(json.loads(text), type)
 
     return read
@@ -112,7 +112,7 @@ class LineReader(Generic[T]):
 
 
 def all_escaped(value: Any) -> Any:
-    """Return what JSON has given with every text in it made safe to show."""
+    """Return a value that was read from JSON, with every text in it made safe to show."""
     if isinstance(value, str):
         return escaped(value)
     if isinstance(value, (list, tuple)):

@@ -22,7 +22,7 @@ FROZEN_AFTER_BEATS = 2.4
 def decide(
     roll_call: RollCall, info: RankInfo, now: float, since: float, wall_clock: float, *, false_rank_0: bool
 ) -> tuple[DdpManualError | bool, list[str]]:
-    """Return what ``RollCall.admit``, which explains the arguments, is to do, and warnings about the process."""
+    """Return the decision for ``RollCall.admit``, which explains the arguments, and warnings about the process."""
     refusal, warnings = mismatch(info, roll_call.rank_0, roll_call.run, wall_clock)
     holder = roll_call.members.get(info.rank)
     if false_rank_0:

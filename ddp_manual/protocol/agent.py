@@ -1,7 +1,7 @@
-"""The agent of one rank, without its connections, its processes and its clock: what it makes of each message, of the
-worker's end and of a signal, and in which state it is.
+"""The decisions of one rank's agent: what follows from each message, from each signal and from the worker's end.
 
-``agent/main.py`` reads and writes, starts and ends the worker, and prints.
+This module has no connections, no processes and no clock. ``agent/main.py`` reads and writes, starts and ends the
+worker, and prints.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ VERDICT_WITHIN = 2.5
 SAME_WITHIN = 0.5
 # Seconds that rank 0 keeps torch's store for ranks that are still working.
 LEAVE_TIMEOUT = 60.0
-# What is being saved when the run ends is finished first: a checkpoint, or what a program does about a signal that has
-# asked it to stop, on this host or another one. torchrun gives as long.
+# Seconds that a worker has, when the run ends, to finish its checkpoint, or to do what its program does about a signal
+# that has asked it to stop, on this host or another one. torchrun gives as long.
 SAVE_WITHIN = 30.0
-# Seconds after which a process that did not run was stopped, and not only slow.
+# Seconds. A process that has not run for this long was stopped, and was not just slow.
 A_PAUSE = 5.0
 Answered = messages.AskStacks | messages.AskRecords | messages.Probe | messages.News | messages.Refused | messages.Line
-# Collectives, before which a program that holds its state has held it once, or has asked for what is held.
+# Before this many collectives, a program that holds its state has held it once, or has asked for the held state.
 HOLDS_BEFORE = 20
 
 
 class WorkerSeen(Protocol):
-    """What is known of the worker, and asked of it: see ``agent/worker_process.py``. ``until`` is written here."""
+    """What the agent knows and asks of its worker: see ``agent/worker_process.py``. ``until`` is set here too."""
 
     beat: Beat
     ended: bool
@@ -64,7 +64,7 @@ class WorkerSeen(Protocol):
 
 
 class Shell(Protocol):
-    """What an agent does for what is decided here. Nothing of it waits: what takes time is done in the background."""
+    """What ``AgentProtocol`` has its agent do. No method waits: work that takes time is done in the background."""
 
     @property
     def worker(self) -> WorkerSeen: ...
@@ -78,20 +78,20 @@ class Shell(Protocol):
     def is_connected(self) -> bool: ...
     @property
     def held_steps(self) -> int:
-        """The steps that the worker has done, as the memory says in which it holds its state."""
+        """How many steps the worker has done, as it has noted in the memory that holds its state."""
 
     def log(self, line: str, /) -> None: ...
     def send(self, message: messages.FromRank) -> None: ...
     def fail(self, error: DdpManualError) -> None: ...
     def finish(self, result: object) -> None: ...
     def call_at(self, when: float, call: Callable[[float], None]) -> None:
-        """Call this with the time once it has come; nobody takes that back."""
+        """Call ``call`` with the time once it is ``when``; the call cannot be cancelled."""
 
     def as_seen_here(self, run: RunInfo) -> tuple[RunInfo, bool]:
-        """Return the run with its folder as this rank calls it, and whether this rank writes there."""
+        """Return the run, with the path of its folder on this rank, and whether this rank writes into that folder."""
 
     def stopped_rank_0(self, run: RunInfo) -> str:
-        """Say which signal has stopped rank 0's agent, as Ctrl-Z does, if it is on this host; "" if none has."""
+        """Return which signal has stopped rank 0's agent, as Ctrl-Z does, if it is on this host; "" if none has."""
 
     def have_it_load(self) -> None:
         """Tell the worker what to load."""
@@ -100,16 +100,16 @@ class Shell(Protocol):
         """Have the worker begin, at its place among all ranks."""
 
     def answer(self, message: Answered) -> None:
-        """Do what a message asks for about which there is nothing to decide."""
+        """Do what a message asks for, where there is nothing to decide."""
 
     def look_around(self, *, waits: bool) -> None:
-        """Read what the worker has recorded; say who is missing, if this rank ``waits`` for others."""
+        """Read the worker's records of collectives; say which ranks are missing, if this rank ``waits`` for others."""
 
     def forget_news(self) -> None:
-        """Forget what rank 0 has said of who is missing: the ranks begin anew."""
+        """Forget which ranks rank 0 has called missing: the ranks begin anew."""
 
     def pass_on(self, number: int) -> None:
-        """Send the program a signal, unless whoever has sent it here has sent it there too."""
+        """Send a signal to the program, unless its sender has sent it to the program too."""
 
     def replace_worker(self, number: int) -> None:
         """End the worker, call ``worker_ended``, and start another one; then call ``worker_replaced``, or
@@ -122,7 +122,7 @@ class Shell(Protocol):
         """Close the connection; look for rank 0 once the worker is replaced, and call ``joined`` if it is found."""
 
     def leave_in_order(self, within: float) -> None:
-        """Call ``others_have_left``; on rank 0 only when they have, or after so many seconds."""
+        """Call ``others_have_left``; on rank 0 only when the other ranks have left, or after ``within`` seconds."""
 
     def stop_leaving(self) -> None: ...
 
@@ -131,9 +131,9 @@ class AgentProtocol:
     """What the agent of one rank decides. ``now`` is the time on its monotonic clock, in seconds.
 
     Args:
-        name: what the worker runs, as lines call it.
+        name: the name of what the worker runs, for lines that are printed.
         chose_folder: whether somebody has named the run's folder.
-        in_one_terminal: whether all ranks share one.
+        in_one_terminal: whether all ranks share one terminal.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class AgentProtocol:
         self.run_dir: str | None = None
         self.run_id = ""
         self.is_own_folder = False
-        """Whether this rank writes there: see ``run_folder.own_run_dir``."""
+        """Whether this rank writes into ``run_dir``: see ``run_folder.own_run_dir``."""
         self.chose_folder = chose_folder
         self._in_one_terminal = in_one_terminal
         self.so_far: RunSoFar | None = None
@@ -162,17 +162,17 @@ class AgentProtocol:
         self.has_trained = False
         """Whether any worker of this rank has taken a step."""
         self._has_warned = False
-        """Whether it was said that the program does not hold its state."""
+        """Whether a line has said that the program does not hold its state."""
         self._expired: DdpManualError | None = None
-        """Why the run ends after a last step, for which a rank is missing."""
+        """Why the run ends after one more step: nobody has taken the seat of a lost rank in time."""
         self._now = self._heard = self._ticked = now
         self._paused = 0.0
-        """Seconds for which this process did not run when it was stopped for the last time, less those in which it has
-        gone on: what is said later has other reasons."""
+        """Seconds for which this process did not run when it was last stopped, less the seconds that it has run since:
+        once these are as many, that stop is no reason for a verdict any more."""
         self._silence = Silence(lambda _: "rank 0")
         self._next_beat = 0.0
         self._worker_number = 0
-        """Of the worker that this agent speaks of, as rank 0 counts them on this connection."""
+        """The number of the worker that messages are about: how many others rank 0 has asked for on this connection."""
 
     def enter(self, state: states.State) -> None:
         """Be in this state from now on, unless the rank has ended."""
@@ -187,7 +187,7 @@ class AgentProtocol:
     # -- join and start the worker ------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start the worker, which loads torch while this rank looks for the others or waits for them."""
+        """Have the worker load torch, once, while this rank looks for rank 0 or waits for the other ranks."""
         if not self.work.is_begun:
             self.work.is_begun = True
             self._shell.have_it_load()
@@ -205,20 +205,20 @@ class AgentProtocol:
             self.send(messages.WorkerReady(self.work.ready))
 
     def _take_run(self, run: RunInfo) -> None:
-        """Take what run this is, and where its files go."""
+        """Note which run this is, and where its files go."""
         self.run, self.is_own_folder = self._shell.as_seen_here(run)
         self.run_dir, self.run_id = self.run.run_dir, self.run.run_id
 
     # -- messages of the coordinator ----------------------------------------------------------------------------------
 
     def take(self, message: messages.FromRank0, now: float) -> None:
-        """Take a message of the coordinator."""
+        """Handle a message of the coordinator."""
         self._now = self._heard = now
         match message:
             case messages.AskStacks() | messages.AskRecords():
                 self._shell.answer(message)
             case _ if isinstance(self.state, states.Ended):
-                pass  # it has told the others why, or has learnt that from them
+                pass  # this rank has told the others why it ends, or has learnt that from them
             case messages.News():
                 if isinstance(self.state, states.Waiting):
                     self._shell.answer(message)
@@ -256,7 +256,7 @@ class AgentProtocol:
         self.enter(states.Working())
         self._take_run(placed.run)
         assert self.run is not None
-        if self.run.on_loss != LEAVE:  # for a new rank 0
+        if self.run.on_loss != LEAVE:  # a new rank 0 needs this
             self.so_far = RunSoFar(
                 run_id=self.run.run_id,
                 run_dir=self.run.run_dir,
@@ -284,9 +284,9 @@ class AgentProtocol:
                 error.why = (
                     f"this rank was itself stopped for {stopped:.0f} s, as by Ctrl-Z, or with its host\n{error.why}"
                 )
-                error.next = error.next.partition("\nthen ")[2] or self.again  # not: look at your own process
+                error.next = error.next.partition("\nthen ")[2] or self.again  # without: look at your own process
         elif own is not None:
-            own.next = verdict.next if ours else own.next  # which says whether its seat is kept
+            own.next = verdict.next if ours else own.next  # the verdict says whether its seat is kept
             error = own if ours or own.identifier == verdict.identifier else error
             if not ours and verdict.identifier == Stopped.identifier:
                 error = self.signals.stopped_by(own.exit_code, self.again, because_of=own) or error
@@ -297,7 +297,7 @@ class AgentProtocol:
         self._shell.fail(error)
 
     def _lose_peer(self, error: DdpManualError) -> None:
-        """Fail with a peer; if signals have asked both to stop, only once the program had the time to end by itself."""
+        """Fail because another rank has; if signals have asked both to stop, first give the program time to end."""
         stopped = self.signals.stopped_by(None, self.again) if self.work.own_words is None else None
         if stopped is None or self.work.words_of_another != Stopped.identifier:
             self._shell.fail(error)
@@ -320,13 +320,13 @@ class AgentProtocol:
         before = "" if isinstance(self.state, states.Working) else " before all ranks had joined"
         why = f"its connection to this rank ended{before}: {reason}"
         lost = verdicts.rank_0_lost(self.run, self._shell.worker.beat, "is gone without a word", why)
-        # That a collective has broken follows from the loss of rank 0.
+        # If a collective has broken too, that follows from the loss of rank 0.
         self._shell.fail(lost if self.work.own_words is None or self.work.has_broken else self.work.own_words)
 
     # -- messages of the worker, and its end --------------------------------------------------------------------------
 
     def take_from_worker(self, message: from_worker.FromWorker, now: float) -> None:
-        """Take a message of the worker, unless it was replaced since."""
+        """Handle a message of the worker, unless the worker was replaced since."""
         self._now = now
         match message:
             case from_worker.Doing():
@@ -352,7 +352,7 @@ class AgentProtocol:
                     self._pass_on(self.signals.passed_on)
             case from_worker.TakesStops():
                 self.signals.worker_handles(Handling.WITH_ALL)
-                if self.signals.asked:  # of an earlier worker
+                if self.signals.asked:  # all were asked to stop while an earlier worker ran
                     self._ask_all(self.signals.asked)
             case from_worker.TakesNoStops():
                 self.signals.worker_handles(Handling.DONE)
@@ -365,9 +365,9 @@ class AgentProtocol:
             case from_worker.RunFolder():
                 self.run_dir, self.is_own_folder, self.chose_folder = message.run_dir, message.own, message.chosen
             case from_worker.Left() if isinstance(self.state, states.Ended):
-                self._shell.leave_in_order(math.inf)  # torch's store ends with it
+                self._shell.leave_in_order(math.inf)  # rank 0's worker has torch's store, which others may need
             case _ if isinstance(self.state, states.Ended):
-                pass  # its end is explained already
+                pass  # the end of this rank is explained already
             case from_worker.Finished():
                 if isinstance(self.state, states.Alone):
                     self._tell(from_agent.Close())
@@ -406,11 +406,11 @@ class AgentProtocol:
 
     def _take_failure(self, message: from_worker.Failed) -> None:
         """Pass on the worker's last words: the coordinator may know better what has ended it."""
-        if isinstance(self.state, states.Looking):  # before it has worked: another one is started once rank 0 is found
+        if isinstance(self.state, states.Looking):  # another worker is started once rank 0 is found
             self._shell.end_worker()
             return
         work, own, broken_at = self.work, message.words.error(), message.place if message.broken else None
-        # Not an exception of another kind, which the signal is no reason for.
+        # A signal is no reason for any other exception.
         by_itself = message.exits or own.identifier == Stopped.identifier
         follows = broken_at is not None and work.words_of_another == Stopped.identifier
         may_be_asked_for = by_itself or follows
@@ -431,7 +431,7 @@ class AgentProtocol:
         if self.work.own_words is not None:
             return  # its last words were read
         if isinstance(self.state, (states.Looking, states.Ended)):
-            return  # another one is started once rank 0 is found, or none
+            return  # Looking: another worker is started once rank 0 is found. Ended: no other one is started
         worker = self._shell.worker
         is_done = self.work.result is not None or not worker.status
         if isinstance(self.state, states.Left) and is_done:
@@ -445,7 +445,7 @@ class AgentProtocol:
             info, worker.beat, self.again, status=worker.status, oom=oom, stack=stack, replaced=self.work.is_replaced
         )
         error = verdicts.error_for(self._spec.rank, verdict)
-        if self.work.words_of_another == PeerLost.identifier:  # that rank has lost its connection to this one
+        if self.work.words_of_another == PeerLost.identifier:  # the other rank has only lost its connection to this one
             self._shell.fail(error)
         else:
             self._ask_for_verdict(messages.Failed(verdict.words, judged=True), error)
@@ -453,10 +453,10 @@ class AgentProtocol:
     def _program_ended(self, status: int | None) -> bool:
         """Handle the end of a program that has not failed by itself: it is done, or a signal has stopped it."""
         said = self._shell.worker.said
-        has_no_result = from_worker.Joins in said and self.work.result is None  # it would have left in order
+        has_no_result = from_worker.Joins in said and self.work.result is None  # a program that joins leaves in order
         is_done = status == 0 and not has_no_result
         if is_done or self.work.result is not None:
-            if from_worker.Finished not in said:  # it has ended its process without Python's way out
+            if from_worker.Finished not in said:  # its process has ended without Python's exit, as by os._exit
                 self._send_beat()
                 self.send(messages.Finished())
                 if self._spec.rank == 0 and self._spec.world_size > 1:
@@ -490,12 +490,12 @@ class AgentProtocol:
             self._later(within, partial(self._shell.fail, error))
 
     def _give_rank_0_up(self, lost: DdpManualError) -> None:
-        """End because rank 0 is lost; it reads why if it was only stopped, and goes on."""
+        """End because rank 0 is lost; if rank 0 was only stopped, it reads why once it runs again."""
         self.send(messages.LostRank0(LastWords.of(lost)))
         self._shell.fail(lost)
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call this after so many seconds, unless the worker was replaced by then."""
+        """Call ``call`` after so many seconds, unless the worker was replaced by then."""
         work = self.work
 
         def due(now: float) -> None:
@@ -508,7 +508,7 @@ class AgentProtocol:
     # -- another worker, or another rank 0 ----------------------------------------------------------------------------
 
     def _begin_anew(self, number: int = 0) -> None:
-        """Replace the worker by one of this number, while rank 0 waits for that."""
+        """Replace the worker by the one with this number; rank 0 waits for it."""
         self._forget_worker(number)
         self.enter(states.Replacing(lost_at=self._lost_rank_0_at))
 
@@ -521,7 +521,7 @@ class AgentProtocol:
         self._shell.replace_worker(number)
 
     def worker_ended(self, number: int, held: Moment | None) -> None:
-        """Note that the worker has ended in whose place one of this number is started, and which state is held."""
+        """Tell rank 0 that the old worker has ended, and which state is held; the next worker has this number."""
         self._worker_number = number
         self.send(messages.Held(held, self._shell.held_steps))
 
@@ -542,7 +542,7 @@ class AgentProtocol:
 
     @property
     def _may_look_for_rank_0(self) -> bool:
-        """Whether this rank, which has lost rank 0, keeps its state for another one."""
+        """Whether this rank, when it loses rank 0, keeps its state and looks for another rank 0."""
         return self.so_far is not None and self._spec.rank != 0
 
     @property
@@ -553,7 +553,7 @@ class AgentProtocol:
     def _look_for_rank_0(self, why: str) -> None:
         """Keep the state, and say hello again where rank 0 is expected."""
         assert self.run is not None and self.so_far is not None
-        losses = self.so_far.losses + (self._lost_rank_0_at is not None)  # once more before the ranks could go on
+        losses = self.so_far.losses + (self._lost_rank_0_at is not None)  # + 1: lost again before the ranks could go on
         lost_at = self._lost_rank_0_at or self._now
         self.so_far = replace(self.so_far, lost=printable(why), losses=losses)
         looks = f"this rank keeps its state, and looks for rank 0 for {self.run.rejoin_timeout:.0f} s"
@@ -566,8 +566,8 @@ class AgentProtocol:
     def _begin_leaving(self) -> None:
         """Leave, because the worker has done its work and has left."""
         if isinstance(self.state, states.Leaving):
-            return  # and its process has ended meanwhile
-        # After its last collective another rank may work on for as long as it likes, unless all leave join() together.
+            return  # it leaves already: this is the end of its process
+        # Another rank may work for as long as it likes after the last collective, unless all leave join() together.
         together = from_worker.Joins in self._shell.worker.said
         works_on = not together and not isinstance(self.state, states.Alone)
         self.enter(states.Leaving())
@@ -585,7 +585,7 @@ class AgentProtocol:
     # -- signals and the clock ----------------------------------------------------------------------------------------
 
     def take_signal(self, number: int, now: float, seen_by: str = "agent") -> None:
-        """Take a signal that the agent has received, or that its script reports.
+        """Handle a signal that the agent has received, or that its script reports.
 
         Args:
             seen_by: ``agent`` or ``script``. A terminal sends Ctrl-C to both; that counts once.
@@ -595,12 +595,12 @@ class AgentProtocol:
         if needs_no_signal and isinstance(self.state, states.Ended):
             return
         if number == signal.SIGINT and worker.beat.debugging:
-            return  # it is the debugger's
-        # Without rank 0 the run is over; the others wait for any other rank.
+            return  # Ctrl-C is for the debugger
+        # If rank 0 stops, the run is over; if any other rank stops, the others wait for it.
         leads = self.so_far is not None and self._spec.rank == 0
         again = self.again if leads or isinstance(self.state, states.Placed) else ""
         restarts = self.so_far is not None and isinstance(self.state, states.Waiting)
-        if worker.has_started_its_agent and not self.signals.are_taken:  # it gets each signal itself
+        if worker.has_started_its_agent and not self.signals.are_taken:  # the script gets each signal itself
             if number == signal.SIGTERM:
                 self.signals.passed_on = self.signals.passed_on or number
                 worker.until = now + SAVE_WITHIN if worker.until is None else worker.until
@@ -613,7 +613,7 @@ class AgentProtocol:
         self._shell.fail(error)
 
     def _ask_all(self, number: int) -> None:
-        """Have all ranks stop after the same step, or the worker save."""
+        """Have all ranks stop after the same step; for SIGUSR1, have the worker save a checkpoint."""
         if number == signal_handlers.SAVE:
             if isinstance(self.state, states.Placed):
                 self._tell(from_agent.Save())
@@ -624,7 +624,7 @@ class AgentProtocol:
             self.send(messages.Stopping(number))
 
     def _pass_on(self, number: int) -> None:
-        """Let the program handle a signal. One that asks it to stop is its first SIGTERM, or the same as ours."""
+        """Let the program handle a signal; one that asks it to stop only if nothing has asked it to stop before."""
         worker = self._shell.worker
         has_been_asked = worker.until is not None
         if number != signal_handlers.SAVE:
@@ -633,27 +633,27 @@ class AgentProtocol:
             self._shell.pass_on(number)
 
     def _ask_step(self) -> None:
-        """Ask the worker how many steps it has done; one that hears nothing counts none, and takes signals itself."""
+        """Ask the worker how many steps it has done; reply 0 for one that hears nothing, and handles signals itself."""
         if self._shell.worker.hears:
             self._tell(from_agent.AskStep())
         else:
             self.send(messages.StepsDone(0))
 
     def tick(self, now: float) -> None:
-        """Do what only time brings."""
+        """Do what is due: handle Ctrl-C that does not reach the program, send a heartbeat, see if rank 0 is silent."""
         self._now = now
         passed, self._ticked = now - self._ticked, now
         self._paused = passed if passed >= A_PAUSE else max(0.0, self._paused - passed)
         match self.signals.look(self._shell.worker.beat, now):
             case str(unreached):
                 self._shell.log(unreached)
-                if self.run is not None and not self._in_one_terminal:  # otherwise all ranks say so there
+                if self.run is not None and not self._in_one_terminal:  # in one terminal the line of each rank is seen
                     self.send(messages.Tell(unreached))
             case Stopped() as error:
                 error.next = self.again
                 self._end_at_once(error)
         if self.run is None or isinstance(self.state, (states.Looking, states.Alone, states.Left, states.Ended)):
-            return  # nobody to tell, or to hear of
+            return  # there is no rank 0 to send heartbeats to, or to hear
         self._shell.look_around(waits=isinstance(self.state, states.Waiting))
         if passed > self.run.peer_timeout:  # this process was stopped, perhaps with its whole host
             self._heard = now
@@ -684,12 +684,12 @@ class AgentProtocol:
         self.work.sent_beat = beat
 
     def give_up(self, error: DdpManualError) -> None:
-        """End this rank for this reason, unless all ranks have joined: then the others say why, or wait for a rank."""
+        """End this rank with ``error``, unless all ranks have joined: then the others say why, or wait for a rank."""
         if not isinstance(self.state, states.Placed) and self.so_far is None:
             self._shell.fail(error)
 
     def send(self, message: messages.FromRank) -> None:
-        """Send to rank 0; what is said of a worker has the number of the one that this agent speaks of."""
+        """Send a message to rank 0; a message about the worker carries the worker's number."""
         if isinstance(message, messages.OfWorker) and message.worker != self._worker_number:
             message = replace(message, worker=self._worker_number)
         self._shell.send(message)

@@ -18,23 +18,23 @@ from ddp_manual.wording import MOST_RANGES, as_ranges
 
 # A heartbeat has the chains of at least so many of a group's last numbers.
 LAST = 16
-# Numbers that an agent replies with, for up to this many ranks that are asked; for more of them fewer. Each of its
-# groups has the same share.
+# How many chains an agent replies with: MOST_CHAINS if at most MANY_RANKS ranks are asked, otherwise FEWER_CHAINS. Each
+# of its groups has the same share.
 MANY_RANKS = 64
 MOST_CHAINS = 2048
 FEWER_CHAINS = 256
-# Numbers that rank 0 keeps to compare others with: of a group, and of all groups; and how many groups.
+# How many chains rank 0 keeps to compare others with: of a group, and of all groups; and of how many groups it keeps.
 MOST_KEPT = 4096
 MOST_KEPT_OF_ALL = 1 << 18
 MOST_GROUPS_KEPT = 4096
 # Groups whose calls rank 0 asks for at once: a line of the protocol has 256 KiB.
 MOST_GROUPS_ASKED = 128
-# Seconds after which a rank that begins no collective is taken to wait; between two looks at such ranks; and at most
-# between two looks at the same, since a rank that saves a checkpoint lags behind the others for long.
+# Seconds: after which a rank that begins no collective counts as waiting; between two looks at such ranks; and the most
+# between two looks at the same rank, since a rank that saves a checkpoint lags behind the others for long.
 WAITS_AFTER = 0.8
 LOOK_AGAIN_AFTER = 5.0
 LOOK_AGAIN_WITHIN = 60.0
-# Sides of a difference that are shown.
+# Sides of a difference that an error shows.
 MOST_SIDES = 4
 
 
@@ -43,7 +43,7 @@ class Difference(NamedTuple):
 
     error: CollectiveMismatch
     rank: int
-    """One of those that differ from most ranks."""
+    """One of the ranks that differ from most ranks."""
 
 
 class _Heard:
@@ -51,9 +51,9 @@ class _Heard:
 
     def __init__(self) -> None:
         self.chains: dict[tuple[int, int], tuple[int, int]] = {}
-        """Number and a key of what is ``comparable`` in its chain -> the value, and the rank that has sent it first."""
+        """(Number, key) -> (value, the rank that has sent it first); ``comparable`` gives key and value of a chain."""
         self.last: dict[int, tuple[int, float]] = {}
-        """Rank -> the last number that it has sent, and since when it is that."""
+        """Rank -> the last number that it has sent, and when it first sent that number."""
 
 
 class Seen(NamedTuple):
@@ -75,10 +75,10 @@ class Comparison:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Heard] = {}
-        """Those that were heard last are the last."""
+        """Process group -> what was heard of it; the group that was heard of last is the last one."""
         self._looked = -LOOK_AGAIN_AFTER
         self._next_looks: dict[tuple[str, int], tuple[float, float]] = {}
-        """Group, number of ranks that wait in it -> when to look at them next, and how long after that again."""
+        """(Group, number at which ranks wait) -> when to look at them next, and seconds until the look after that."""
         self._differ: tuple[str, int, int, int] | None = None
 
     def __bool__(self) -> bool:
@@ -86,7 +86,7 @@ class Comparison:
         return bool(self._groups)
 
     def hear(self, rank: int, calls: Mapping[str, Sequence[int]], now: float) -> bool:
-        """Take what a heartbeat says; return whether a rank has made other calls than another, as far as is known."""
+        """Note the chains of a heartbeat; return whether any two ranks are known to have made different calls."""
         for group, sent in calls.items():
             heard = self._groups.get(group)
             before = 0 if heard is None else heard.last.get(rank, (0, now))[0]
@@ -132,7 +132,7 @@ class Comparison:
         """Look at the chains of ranks, and then at the calls at which these differ.
 
         Args:
-            seen: what an earlier look at some of these ranks has found.
+            seen: the difference that an earlier look at some of these ranks has found.
         """
         replies = yield ranks, {"chains": MOST_CHAINS if len(ranks) <= MANY_RANKS else FEWER_CHAINS}
         names: dict[str, str] = {}
@@ -157,7 +157,7 @@ class Comparison:
                     (rank, call.number): call
                     for rank, reply in replies.items()
                     for call in reply.calls
-                    if call.group == group and rank in chains[group]  # it may have begun in that group meanwhile
+                    if call.group == group and rank in chains[group]  # a rank may have begun in it since
                 }
                 found += _differences(calls, chains[group], first, names[group])
         difference = min(found, key=lambda one: one[0])[1] if found else seen
@@ -192,11 +192,11 @@ class Comparison:
 def _differences(
     calls: Mapping[tuple[int, int], Begun], chains: Mapping[int, Mapping[int, int]], first: int, group: str
 ) -> list[tuple[int, Difference]]:
-    """Return how the ranks of a group differ at a number, and how many collectives the first of them had begun by then;
-    [] if that is not known any more.
+    """Return how the ranks of a group differ at the number ``first``, and the fewest collectives that one of them had
+    begun by then, in all groups; [] if that is not known any more.
 
     Args:
-        calls: by rank and number.
+        calls: (rank, number) -> call.
         chains: rank -> number -> chain.
         group: its name.
     """
@@ -210,16 +210,16 @@ def _differences(
 
 
 class Side(NamedTuple):
-    """Ranks that called the same, on the same line."""
+    """Ranks that made the same call on the same line."""
 
     ranks: list[int]
     call: Begun
-    """Of the first of them."""
+    """The call of the first of these ranks."""
 
 
 def sides_of(calls: Mapping[int, Begun], chains: Mapping[int, int | None]) -> list[Side]:
-    """Return who called what, the fewest ranks first; none if all called what goes together. A rank is on no side if
-    what is known of its call goes together with the calls of all others."""
+    """Return who called what: first the side that differs from most ranks, of equal sides the one with fewest ranks. A
+    rank is on no side if what is known of its call matches the calls of all others; [] if all calls match."""
     compared = {rank: collective_memory.comparable(chains[rank] or 0) for rank in calls}
     known = Counter(key for of_rank in compared.values() for key in of_rank)
     alike = Counter(pair for of_rank in compared.values() for pair in of_rank.items())

@@ -1,4 +1,4 @@
-"""The variables that change how ranks talk to one another, which rank 0 compares."""
+"""The environment variables that change how ranks communicate; rank 0 compares those of all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_COMPARED = re.compile(
 OF_A_HOST = re.compile(
     r"NCCL_(P2P_DISABLE|P2P_LEVEL|P2P_DIRECT_DISABLE|SHM_DISABLE|NVB_DISABLE|NET_GDR_\w+|DMABUF_ENABLE|GDRCOPY_\w+)"
 )
-# A hello has 64 KiB.
+# More of them may not fit in a hello, which has 64 KiB.
 MOST_VARIABLES = 100
 
 

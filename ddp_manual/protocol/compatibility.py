@@ -25,9 +25,9 @@ Versions = Mapping[str, str | None]
 OR_GO_ON = "or go on with a warning: --allow_mismatch (in a script: allow_mismatch=True)"
 # Seconds. Nothing here needs clocks that agree, but logs of hosts whose clocks differ are hard to read side by side.
 CLOCKS_AGREE_WITHIN = 30.0
-# What an error names of each kind; two programs that are not the same one may differ in hundreds of files.
+# How many differences of a kind an error names: two different programs may differ in hundreds of files.
 MOST_NAMED = 8
-# What nearly all ranks of a run say alike.
+# The fields of RankInfo that are equal on nearly all ranks of a run.
 SAID_ALIKE = ("versions", "code", "variables", "arguments", "may_differ", "options")
 # The packages that are built for one CUDA, or for none.
 BUILT_FOR_CUDA = ("torch", "torchvision", "torchaudio")
@@ -62,7 +62,7 @@ def mismatch(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tupl
     if all(getattr(info, name) == getattr(rank_0, name) for name in SAID_ALIKE):
         return None, warnings  # nearly all ranks; the comparison part by part below takes ten times as long
     if "command" in differing_options(rank_0.options, info.options):
-        return _other_options(info, rank_0.options, info.options, run), warnings  # all else follows from it
+        return _other_options(info, rank_0.options, info.options, run), warnings  # other differences follow from it
     allowed = info.allow_mismatch or rank_0.allow_mismatch
     packages = sorted({*rank_0.versions, *info.versions} - {"python", "torch"})
     for difference in (
@@ -224,7 +224,7 @@ def _other_options(info: RankInfo, theirs: Options, own: Options, run: RunInfo) 
         why = f"rank 0 runs {way_of_rank_0}, rank {info.rank} runs {own_way}"
         return ConfigMismatch(f"{info.who} was started in another way than rank 0", why=why, next=next)
     if {"device", "backend"} & set(differing):
-        # By default the two hosts chose differently, and would again.
+        # If nobody named them, the two hosts chose differently, and would choose so again.
         next = "start every rank with the same --device and --backend, such as: --device cpu --backend gloo"
     if "address_family" in differing:
         next = "name interfaces of one address family on both: GLOO_SOCKET_IFNAME=<interface>"
@@ -238,6 +238,6 @@ def _other_options(info: RankInfo, theirs: Options, own: Options, run: RunInfo) 
 
 
 def other_version(who: str, than: str, why: str) -> VersionMismatch:
-    """Return the error about what cannot be read."""
+    """Return the error for a process whose message cannot be read."""
     what = f"{who} was started with another version of ddp_manual than {than}"
     return VersionMismatch(what, why=why, next="install the same version on every host")

@@ -35,7 +35,7 @@ from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Ve
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
 from ddp_manual.wording import as_ranges
 
-# Seconds between two messages of news, for each rank that is here: every rank reads all of them.
+# Seconds between two News, for each rank that is here: each News goes to every rank.
 NEWS_EACH = 1 / 1000
 # How a connection ends with its process: with a reset, if the process had not read everything.
 PROCESS_ENDED = (CLOSED, "Connection reset by peer")
@@ -56,11 +56,11 @@ class CoordinatorProtocol:
         own_nonce: the nonce in the hello of rank 0's own agent; no other process may be rank 0.
         join_timeout: seconds from now until all ranks must have joined; then they have at least 600 s to load torch.
         recovery: how the run goes on when a rank is lost.
-        own_addresses: of this host.
-        folder_of: where this rank writes the files of a run that it takes over, and whether another run is in the one
-            that was named.
-        show: shows the run to an observer, with more besides, as often as that may cost.
-        stopped: says which signal has stopped the agent of a worker with this pid on this host; "" if none has.
+        own_addresses: the IP addresses of this host.
+        folder_of: returns the folder for the files of a run that this rank takes over, and whether it is not the named
+            one because another run is in that.
+        show: shows the run, with the fields that it is given, to an observer; it limits the time that this takes.
+        stopped: returns which signal has stopped the agent of the worker with this pid on this host; "" if none has.
     """
 
     def __init__(
@@ -81,19 +81,19 @@ class CoordinatorProtocol:
         self.roll_call = RollCall(run, rank_0, now, join_timeout, stopped)
         self.recovery = recovery
         self.record: dict[str, Any] | None = None
-        """Of the last loss, once all ranks have gone on after it."""
+        """The entry for the run's folder about the last loss, once all ranks have gone on after it."""
         self.handshakes = Handshakes(self.roll_call, seal, own_nonce)
         self._own_addresses, self._folder_of, self._show = own_addresses, folder_of, show
         self._peers: dict[int, Peer] = {}
         self._now = self._ticked = now
         self._resumed_at = -math.inf
-        """Since when this process goes on, if it was stopped for long: the others may have given it up."""
+        """When this process last ran again after it was stopped for long: the other ranks may have given it up."""
         self._watch = Watch(self.roll_call, self._peers, now)
         self._silence = Silence(self.roll_call.who)
         self._stop_step = StopStep(self._watch.send_to_all)
         self._next_news = self._next_beat = 0.0
         self._line_for_rank_0 = ""
-        """What its agent is told as soon as it is here."""
+        """The line that rank 0's agent is sent as soon as it is here."""
 
     @property
     def run(self) -> RunInfo:
@@ -107,7 +107,7 @@ class CoordinatorProtocol:
     @property
     def others_still_here(self) -> list[int]:
         """The ranks, without rank 0, that work with it and have not said goodbye."""
-        silent = self._watch.health.silent(self._now) if self.failure is not None else {}  # who may never hear of that
+        silent = self._watch.health.silent(self._now) if self.failure is not None else {}  # they may never hear it
         return sorted(self._at_work - silent.keys() - {0})
 
     def at_work(self, ranks: Sequence[int]) -> list[int]:
@@ -120,8 +120,8 @@ class CoordinatorProtocol:
         return {rank for rank, peer in self._peers.items() if self.roll_call.has_worked(rank) and not peer.left}
 
     def is_being_read(self, now: float) -> bool:
-        """Return whether another rank may still read: bytes are unsent, or it has not left, is connected and not
-        silent."""
+        """Return whether another rank may still read what was sent: bytes are unsent, or a rank that is not silent has
+        not left and is connected."""
         heard = self._peers.keys() - self._watch.health.silent(now).keys() - {0}
         here = [self._peers[rank] for rank in heard if not self._peers[rank].left]
         unsent = any(peer.connection.unsent for peer in self._peers.values())
@@ -154,10 +154,10 @@ class CoordinatorProtocol:
     # -- connections --------------------------------------------------------------------------------------------
 
     def take(self, peer: Peer, message: messages.FromRank | messages.FromStranger, now: float) -> None:
-        """Take what comes over a connection.
+        """Handle a message that has come over a connection.
 
         Raises:
-            Unreadable: the other side must not say this now, which ends its connection.
+            Unreadable: the other side must not send this now; its connection is to be ended.
         """
         self._now = now
         try:
@@ -169,7 +169,7 @@ class CoordinatorProtocol:
         except Unreadable:
             raise
         except Exception as error:
-            if peer.rank is None:  # what a stranger has found ends its own connection, and nothing else
+            if peer.rank is None:  # a mistake that a stranger has found ends only its connection
                 raise Unreadable(str(error) or type(error).__name__) from error
             self._break(error)
 
@@ -191,7 +191,7 @@ class CoordinatorProtocol:
             info = self.handshakes.read_hello(peer, hello, self._now)
             if info is None:
                 return
-            # One that does not belong here is refused below, and changes nothing.
+            # A process that does not belong to this run is refused below, and changes nothing.
             goes_on = info.goes_on and mismatch(info, self.roll_call.rank_0, self.run, peer.wall_clock)[0] is None
             if goes_on and not self._go_on_with(peer, info):
                 return
@@ -208,7 +208,7 @@ class CoordinatorProtocol:
         peer.connection.send(messages.Later())
 
     def closed(self, peer: Peer, reason: str, now: float) -> None:
-        """Take that a connection has ended, and how."""
+        """Handle the end of a connection; ``reason`` says how it ended."""
         self._now = now
         rank = peer.rank
         if rank is None:
@@ -237,7 +237,7 @@ class CoordinatorProtocol:
         self._watch.health.forget(rank, self._now)
         if self.roll_call.works:  # it was about to come back to a world that has shrunk
             self._watch.health.leave(rank)
-        elif was_here:  # lost while the others begin anew, as where a host with two ranks is gone
+        elif was_here:  # lost while the others begin anew, as when a host with two ranks is gone
             self.recovery.lose_too(info, how)
             self._shrink_if_due()
             self._hear_held()
@@ -250,13 +250,13 @@ class CoordinatorProtocol:
         self._miss_again(rank, how)
 
     def _go_on_with(self, peer: Peer, info: RankInfo) -> bool:
-        """Take the run that a rank was in before it has lost rank 0; return False if that is another run."""
+        """Go on with the run in which a rank has lost rank 0; refuse it and return False if that is another run."""
         so_far, run = info.goes_on, self.run
         assert so_far is not None
         if not self.recovery.began:
             self.recovery.adopt(so_far, self._now)
             run_dir, aside = self._folder_of(so_far)
-            on_loss = WAIT if run.on_loss == LEAVE else run.on_loss  # otherwise nobody would get what is held
+            on_loss = WAIT if run.on_loss == LEAVE else run.on_loss  # with LEAVE nobody would get the held state
             self.roll_call.run = replace(run, run_id=so_far.run_id, run_dir=run_dir, on_loss=on_loss)
             self.roll_call.wait_anew(self._now, run.rejoin_timeout)
             where = f"; its folder is {run_dir}, since another run is in the one that was named" if aside else ""
@@ -274,7 +274,7 @@ class CoordinatorProtocol:
         return True
 
     def _admit(self, only: Peer | None = None) -> None:
-        """Admit processes that want to be ranks; one that goes on holds a state, another one nothing."""
+        """Admit processes that want to be ranks; only a process that has lost its rank 0 may hold a state."""
         for rank, peer in self.handshakes.admit_claims(self._now, only).items():
             self._peers[rank] = peer
             so_far = self.roll_call.info(rank).goes_on
@@ -310,7 +310,7 @@ class CoordinatorProtocol:
 
     @staticmethod
     def _vacate_seat(peer: Peer) -> None:
-        """Let a silent process know, if it is back one day, that it has to ask for its seat again."""
+        """Tell a silent process, which may run again one day, that it has to ask for its seat again."""
         peer.rank = None
         peer.connection.send(messages.SeatLost())
         peer.connection.close()
@@ -331,7 +331,7 @@ class CoordinatorProtocol:
         """Begin anew without the ranks that are ``lost``, some of them by their ``own_code``, or with those ``back``.
 
         Args:
-            missing_for: seconds for which these have been missing already.
+            missing_for: seconds for which the lost ranks have been missing already.
         """
         now, at_work = self._now, self._at_work
         self._watch.stop(now)
@@ -346,12 +346,12 @@ class CoordinatorProtocol:
 
     @staticmethod
     def _replace_worker(peer: Peer) -> None:
-        """Have the agent of a rank start another worker: what it says of this one does not count any more."""
+        """Have the agent of a rank start another worker; messages about the present one count no longer."""
         peer.worker += 1
         peer.connection.send(messages.Replace(peer.worker))
 
     def _shrink_if_due(self, waited: float = 0.0) -> None:
-        """Go on without the ranks that are missing, if the run is to; or if it stops, so that all can stop in order."""
+        """Go on without the missing ranks if the run may shrink by now; or if it stops, so that the others can stop."""
         here = self.roll_call.members
         if self.recovery.shrinks(self.run, here, waited, since_a_stop=self._now - self._resumed_at):
             self.shrink()
@@ -362,12 +362,12 @@ class CoordinatorProtocol:
         """Go on without the ranks that are missing; return whether any is.
 
         Args:
-            to_stop: whether that holds only as long as a rank is about to stop the run.
+            to_stop: whether to wait for them again if no rank is about to stop the run any more.
         """
         return self.recovery.paused and self.roll_call.leave_out(to_stop=to_stop)
 
     def _hear_held(self) -> None:
-        """Say what is held of a lost rank's work, once all ranks have replied, or end the run."""
+        """Once all ranks have said what they hold, tell all what was lost and is held, or end the run."""
         if self.failure is not None or not self.recovery.is_unsaid:
             return
         here = self.roll_call.have_worked
@@ -388,7 +388,7 @@ class CoordinatorProtocol:
         self.roll_call.end()
 
     def _refuse_newcomers(self, error: DdpManualError) -> None:
-        """End the wait because of what ranks have in common; where seats are free, only of those that want one."""
+        """End the wait of every rank; in a run that has begun, only that of its newcomers, if it has any."""
         newcomers = self._newcomers
         if not self.recovery.began or not newcomers:
             self._refuse_all(error)
@@ -397,8 +397,8 @@ class CoordinatorProtocol:
             self._dismiss(rank, error, f"was refused: {error.identifier}: {error.what}")
 
     def _give_up_unreachable(self, failing: Sequence[Pair]) -> None:
-        """Give up the host that all connections which cannot be made have in common: that of a rank which was at work,
-        and has been cut off since, or that of a newcomer."""
+        """Give up the ranks on the one host that all failed connections have in common, if they have worked before and
+        have been cut off since; otherwise refuse the newcomers."""
         involved = [{end.host_id for end in pair[:2] if end is not None} for pair in failing]
         infos = self.roll_call.infos()
         others = {info.host_id for info in infos if info.rank == 0 or not self.roll_call.was_here(info.rank)}
@@ -442,7 +442,7 @@ class CoordinatorProtocol:
         """Whether the ranks at work can begin anew with others: none of them is lost, or has finished."""
         if self._watch.is_undecided or self._watch.health.has_finished():
             return False
-        return self._watch.health.late(self._now) is None  # what it has said last may still be read
+        return self._watch.health.late(self._now) is None  # the last messages of a late rank may be unread
 
     def _complete(self) -> None:
         """Send each rank its place, with which its worker begins: all ranks are here."""
@@ -465,7 +465,7 @@ class CoordinatorProtocol:
             self._watch.newcomers = newcomers
         _, source = self.recovery.newest(places)
         self._watch.health.restart(now)
-        for rank, member in self.roll_call.members.items():  # one that is silent already has no second time-out
+        for rank, member in self.roll_call.members.items():  # a rank that is silent gets no second time-out
             self._watch.health.hear(rank, None, max(member.heard, self._resumed_at))
         for rank in self.roll_call.left_out:
             self._watch.health.leave(rank)
@@ -484,7 +484,7 @@ class CoordinatorProtocol:
             self._peers[rank].connection.send(replace(placed, place=place, roster=roster))
 
     def _give_up_silent(self, now: float) -> None:
-        """Make the ranks missing again that have been silent for too long; in a run that has begun, the newcomers."""
+        """Make ranks missing again that were silent for too long; while others work, only those that wait to return."""
         begun, silent = self.roll_call.works, self.roll_call.silent(now)
         for rank in [rank for rank in silent if not begun or self.roll_call.is_left_out(rank)]:
             seconds = f"{now - self.roll_call.members[rank].heard:.0f} s"
@@ -501,7 +501,7 @@ class CoordinatorProtocol:
                 self._dismiss(rank, error, how)
 
     def _advance_or_wait(self) -> None:
-        """Go on as far as possible; while ranks are missing, tell all how it is, or end the run once the time is up."""
+        """Go on as far as possible; while ranks are missing, tell all which, or end the run once the time is up."""
         self._advance()
         state = self.roll_call.state
         if not isinstance(state, Gathering):
@@ -515,8 +515,8 @@ class CoordinatorProtocol:
             self._send_news()
 
     def _end_the_wait(self, waited: float) -> None:
-        """End the run, since ranks have been missing for so long; of a program that saves and whose state is held, only
-        after the ranks that are here have gone on for a step and saved a checkpoint."""
+        """End the run: ranks have been missing for too long. If the program saves checkpoints and its state is held,
+        the ranks that are here first go on for a step and save one."""
         never_taken = self.recovery.never_taken(self.run, self.roll_call.missing, waited)
         if never_taken is None:
             self._refuse_all(missing_ranks_error(self.roll_call.news(), self.run, waited, self._own_addresses))
@@ -543,7 +543,7 @@ class CoordinatorProtocol:
     def _take_from_rank(self, peer: Peer, rank: int, message: messages.FromRank) -> None:
         now = self._now
         if isinstance(message, messages.OfWorker) and message.worker != peer.worker:
-            self.roll_call.hear(rank, now)  # what it says of the worker that its agent replaces does not count any more
+            self.roll_call.hear(rank, now)  # the message is about a worker that its agent replaces: it does not count
             return
         match message:
             case messages.Heartbeat():
@@ -559,7 +559,7 @@ class CoordinatorProtocol:
                 self._watch.finish(rank, now)
             case messages.Failed():
                 self._take_failure(peer, rank, message)
-            case messages.LostRank0(words):  # which was stopped for long, and goes on
+            case messages.LostRank0(words):  # this rank 0 was stopped for long, and runs again
                 about_rank_0 = replace(words, why=named_from_outside(words.why, rank))
                 if self._works(rank):
                     verdict = verdicts.verdict_about(self.roll_call.rank_0, about_rank_0)
@@ -596,7 +596,7 @@ class CoordinatorProtocol:
                 self._take_goodbye(peer, rank, "")
 
     def _name_stop_step(self) -> None:
-        """Name the step after which all ranks stop, once those have replied whose work is not done."""
+        """Name the step after which all ranks stop, once all ranks whose work is not done have replied."""
         if self.roll_call.works:
             self._stop_step.name(self.at_work([*self._at_work]))
 
@@ -605,7 +605,7 @@ class CoordinatorProtocol:
         return self.roll_call.works and not self.roll_call.is_left_out(rank)
 
     def _take_goodbye(self, peer: Peer, rank: int, why: str) -> None:
-        """Take that a rank leaves: its work is done, or ``why`` says why it is not."""
+        """Handle a rank that leaves: its work is done, or ``why`` says why it is not."""
         peer.left = True
         if self._works(rank) and why:
             self._watch.end_because_of_left(rank, why)
@@ -620,7 +620,7 @@ class CoordinatorProtocol:
             self._watch.end_the_run(replace(lost, why=f"{lost.why}\n{left}", next=self.run.start_again))
 
     def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
-        """Take what has ended a worker: its own last words or what its agent says about it."""
+        """Handle the end of a worker: ``failed`` has its own last words, or what its agent says about it."""
         verdict = verdicts.verdict_about(self.roll_call.info(rank), failed.words, judged=failed.judged)
         if self._works(rank):
             broken_at = printable(failed.broken_at) if failed.broken_at is not None else None
@@ -642,7 +642,7 @@ class CoordinatorProtocol:
     # -- as time goes by ----------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Look what only time shows."""
+        """Do what is due: send heartbeats, and see who is silent, stuck, missing for too long or admitted by now."""
         self._now = now
         try:
             self._look_around(now)
@@ -672,7 +672,7 @@ class CoordinatorProtocol:
                 self._watch.check_health(now)
                 if passed < 1:
                     self._name_silent(now)
-        # A process waits for a rank until the process that holds it ends, speaks or is known to be frozen.
+        # A process that wants a taken rank waits until the holder of that rank ends, is heard or is known to be frozen.
         if self.roll_call.admits:
             self._admit()
         if self.failure is None and passed < 1:

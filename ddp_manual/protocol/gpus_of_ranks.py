@@ -1,4 +1,4 @@
-"""Whether there is a GPU for each rank, and one that no other rank has."""
+"""Whether each rank has a GPU, and one that no other rank has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def more_ranks_than_gpus(ranks: Sequence[tuple[RankInfo, Ready]]) -> str | None:
     """Return why all ranks train on the CPU although they have GPUs: they are on one host, which has fewer GPUs than
     ranks, and nobody has chosen the device of any rank; None if the ranks use what they have.
 
-    Of several hosts, one that has lost a GPU would send all the others to the CPU too: that is for a person to decide.
+    With several hosts, a host that has lost a GPU would send all ranks to the CPU: that is for a person to decide.
     """
     if not all(ready.device == "cuda" and ready.may_use_cpu for _, ready in ranks):
         return None
@@ -30,7 +30,7 @@ def shared_gpu(ranks: Sequence[tuple[RankInfo, Ready]], places: Mapping[int, Pla
     """Return an error if two ranks have one GPU or a rank's GPU does not exist, because NCCL supports neither.
 
     Args:
-        ranks: with the same backend, the one that came last at the end.
+        ranks: ranks with the same backend; the rank that came last is the last.
         places: says which GPU each rank gets.
     """
     holders: dict[str, RankInfo] = {}

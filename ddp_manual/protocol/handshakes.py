@@ -20,10 +20,10 @@ from ddp_manual.protocol.token_proof import Seal, Unsealed, claimed
 from ddp_manual.ranks_and_runs import LastWords, RankInfo
 from ddp_manual.wire import LONGEST_LINE, Read, printable, reader_of
 
-# Seconds until a connection must have said which rank it is, and more for each connection that is read before it.
+# Seconds within which a connection must say which rank it is, and more for each stranger, which may be read before it.
 HELLO_WITHIN = 5.0
 HELLO_EACH = 0.005
-# Strangers besides as many as there are ranks.
+# Strangers that may be here at once: this many more than there are ranks.
 MOST_STRANGERS = 64
 LONGEST_HELLO = 1 << 16
 # How a connection has ended if nothing has broken it.
@@ -35,7 +35,7 @@ _read_question: Read[messages.Question] = reader_of(messages.Question)
 
 
 class Channel(Protocol):
-    """What is asked of a connection: see ``agent/connection.py``. Nothing of it waits."""
+    """What the coordinator asks of a connection: see ``agent/connection.py``. No method waits."""
 
     closed: bool
 
@@ -56,7 +56,7 @@ class Peer:
     challenge: str
     since: float
     wall_clock: float
-    """Seconds since the epoch, when it came."""
+    """When the connection came, in seconds since the epoch."""
     rank: int | None = None
     nonce: str = ""
     left: bool = False
@@ -84,7 +84,7 @@ class Handshakes:
         """Strangers that have said which rank they want to be; ``admit_claims`` decides."""
 
     def greet(self, connection: Channel, challenge: str, now: float, wall_clock: float) -> Peer | None:
-        """Take a new connection, and send it the challenge; None: there are too many."""
+        """Take a new connection, and send it the challenge; return None if there are too many strangers."""
         if len(self.strangers) >= self._roll_call.run.world_size + MOST_STRANGERS:
             # The stranger that has been silent for longest makes room: a rank says at once who it is.
             silent = next((peer for peer in self.strangers if peer not in self.claims), None)
@@ -104,7 +104,7 @@ class Handshakes:
         return self._open(peer, look, _read_question, "this process", now)
 
     def read_hello(self, peer: Peer, hello: messages.Hello, now: float) -> RankInfo | None:
-        """Return which rank a connection wants to be; None: it was refused."""
+        """Return which rank a connection asks to be; None: it was refused."""
         says = claimed(hello).get("info")
         says = says if isinstance(says, dict) else {}
         who = f"a process that says it is rank {says.get('rank')!r:.20} on {says.get('host')!r:.60}"
@@ -168,7 +168,7 @@ class Handshakes:
             peer.connection.let_send(LONGEST_HELLO, stranger=True)
 
     def refuse(self, peer: Peer, error: DdpManualError, seal: Seal | None = None) -> None:
-        """Send the reason; close the connection, unless it belongs to a rank, which closes it itself."""
+        """Send ``error``; close the connection, unless it belongs to a rank, which closes it itself."""
         seal = self._seal if seal is None else seal
         peer.connection.send(seal.close(messages.Refused, peer.nonce, LastWords.of(error)))
         self.forget(peer)

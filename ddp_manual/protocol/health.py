@@ -21,21 +21,21 @@ SLOW = 1.5
 SLOW_FOR = 30.0
 # A rank is late once it has said nothing for as long as so many heartbeats.
 LATE_AFTER_BEATS = 2.5
-# Seconds of silence after which it is said who is silent, and after so many more again, until they are given up; of the
-# last seconds before that nothing is said.
+# Seconds of silence after which a line names the silent ranks, and again after as many more, until they are given up;
+# in the last GIVEN_UP_SOON seconds before that no line does.
 NAMED_AFTER = 10.0
 GIVEN_UP_SOON = 2.0
-# Seconds for which all ranks that are left may be in the call that opens a process group.
+# Seconds that all other ranks may be in the call that opens a process group, after one rank has finished.
 OPENS_WITHIN = 15.0
 # Seconds per step. A smaller difference is noise, as where a step takes less than a millisecond.
 SLOW_BY_AT_LEAST = 0.002
 
 
 class Silence:
-    """What is said of ranks that nothing is heard of, before they are given up: a network may come back.
+    """The lines about silent ranks, before these are given up: a network may come back.
 
     Args:
-        who: names these ranks.
+        who: returns words for these ranks, such as ``ranks 1 and 2``.
     """
 
     def __init__(self, who: Callable[[Sequence[int]], str]) -> None:
@@ -44,10 +44,10 @@ class Silence:
         """Rank that is silent -> how often it was named."""
 
     def look(self, heard: Mapping[int, float], run: RunInfo, now: float) -> str | None:
-        """Return what is to be said now, if anything is.
+        """Return the line to print now, if there is one.
 
         Args:
-            heard: when the ranks were heard last; of those that are left out nothing is said any more.
+            heard: rank -> when it was heard last; no line is about a rank that is not among these.
         """
         seconds = {rank: now - at for rank, at in heard.items() if now - at >= NAMED_AFTER}
         given_up_in = silent_after(run) - max(seconds.values(), default=0.0)
@@ -78,16 +78,16 @@ class Health:
         self._at_work = set(range(run.world_size))
 
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
-        """Take a heartbeat; ``beat`` is what the worker does, if that has changed."""
+        """Note a heartbeat; ``beat`` is what the worker does, if that has changed."""
         known = self._ranks[rank]
         if now - known.heard >= NAMED_AFTER:
-            self._give_all_their_time(now)  # what the others wait for could not reach them either
+            self._give_all_their_time(now)  # its part of collectives could not reach the others either
         known.heard = now
         if beat is None:
             return
-        if known.finished:  # what it closes now makes no difference
+        if known.finished:  # the groups that it closes now make no difference
             beat = replace(beat, collectives=known.beat.collectives, closed=known.beat.closed)
-        if beat.steps != known.beat.steps or not 0 < known.beat.step <= beat.step:  # as in another epoch
+        if beat.steps != known.beat.steps or not 0 < known.beat.step <= beat.step:  # such as in another epoch
             known.counts_since = (beat.step, now) if beat.steps else None
         before, known.beat = known.mark, beat
         if known.mark != before:
@@ -97,7 +97,7 @@ class Health:
         known.inside_since = since(known.inside_since, now) if beat.inside else None
         known.stopped_since = since(known.stopped_since, now) if beat.stopped else None
         if "debugging" in known.named and not beat.debugging:
-            self._give_all_their_time(now)  # the next heartbeats of those that have waited for it come later
+            self._give_all_their_time(now)  # the ranks that have waited for it send their next heartbeats later
         known.named -= {state for state in ("stopped", "debugging") if not getattr(beat, state)}
 
     def forget(self, rank: int, now: float) -> None:
@@ -120,11 +120,11 @@ class Health:
         return not self._at_work
 
     def has_finished(self, *, and_left: bool = False) -> bool:
-        """Return whether any rank has done its work, and has left with it."""
+        """Return whether any rank has done its work; with ``and_left``, whether such a rank has also left."""
         return any(known.left or not and_left for known in self._ranks if known.finished)
 
     def leave(self, rank: int) -> None:
-        """Watch a rank no more, which has left in order."""
+        """Watch a rank no longer: it has left in order, or the others go on without it."""
         self._ranks[rank].left = True
         self._at_work.discard(rank)
 
@@ -136,7 +136,7 @@ class Health:
         self._give_all_their_time(now)
 
     def _give_all_their_time(self, now: float) -> None:
-        """Let the time in which each rank has to make progress begin anew."""
+        """Start the time anew in which each rank has to make progress."""
         for known in self._ranks:
             known.changed = now
             known.inside_since = known.inside_since and now
@@ -161,7 +161,7 @@ class Health:
         return (rank, seconds) if seconds > LATE_AFTER_BEATS * heartbeat_period(self._run) else None
 
     def newly(self, state: str) -> list[int]:
-        """Return the ranks that are ``stopped`` by a signal or ``debugging``, by their last heartbeats; each once."""
+        """Return the ranks that by their last heartbeats are in this state, ``stopped`` or ``debugging``; each once."""
         found = [rank for rank, known in self._watched() if getattr(known.beat, state) and state not in known.named]
         for rank in found:
             self._ranks[rank].named.add(state)
@@ -175,8 +175,8 @@ class Health:
         return None
 
     def waiting_in_vain(self, now: float, seconds: float) -> list[int]:
-        """Return the ranks that have waited in a collective for so long, if all wait for ranks that have finished; or
-        longer in another call of torch, for which it is not known whom they wait for."""
+        """Return the ranks that are at work, if each of them waits for finished ranks: for so long in a collective that
+        these have not begun, or longer in a call of torch for which it is not known which ranks it waits for."""
         active = {rank: known for rank, known in self._watched() if not known.finished}
         fewest = by_group((known.over for known in self._ranks), min)
 
@@ -208,7 +208,7 @@ class Health:
         passed, self._looked = now - self._looked, now
         if len(training) < 2:
             return []
-        # Of two ranks the faster one.
+        # The median of two ranks is the faster one.
         median = statistics.median_low(known.beat.step_seconds for known in training.values())
         found = []
         for rank, known in training.items():

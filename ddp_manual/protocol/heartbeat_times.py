@@ -1,4 +1,4 @@
-"""How often heartbeats are sent, and after which silence a rank is silent."""
+"""How often heartbeats are sent, and after how many seconds without one a rank counts as silent."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def heartbeat_period(run: RunInfo) -> float:
 
 
 def silent_after(run: RunInfo) -> float:
-    """Return the seconds after which a rank is silent: a heartbeat may be unsent, and another on its way."""
+    """Return the seconds after which a rank counts as silent: one heartbeat may be unsent, another one on its way."""
     return run.peer_timeout + 2 * heartbeat_period(run)

@@ -15,7 +15,7 @@ Then = Callable[[Mapping[int, Any], float], None]
 
 @dataclass(frozen=True)
 class Inquiry:
-    """Agents have been asked something; what follows is decided once none of them can be awaited any longer."""
+    """A question to agents. ``then`` gets the replies once all agents have replied or are gone, or the time is up."""
 
     number: int
     awaited: set[int]
@@ -26,7 +26,7 @@ class Inquiry:
 
 
 class Inquiries:
-    """The inquiries that are not over, each by what it answers, or by the observer that has asked.
+    """The open inquiries. The key of each is the question that it answers, or the observer that has asked.
 
     Args:
         peers: the connections of the ranks, as the coordinator keeps them.
@@ -49,7 +49,7 @@ class Inquiries:
         then: Then,
         now: float,
     ) -> None:
-        """Ask those of these ranks that are here, unless they have been asked the same and have not replied yet."""
+        """Ask those of ``ranks`` that are here; send no request to a rank that still owes a reply to the same one."""
         asked = {rank for one in self._inquiries.values() if one.number == number for rank in one.awaited}
         inquiry = self._inquiries[answers] = Inquiry(number, {*ranks} & self._peers.keys(), now + within, then)
         for rank in inquiry.awaited - asked:
@@ -69,12 +69,12 @@ class Inquiries:
             inquiry.awaited.discard(rank)
 
     def check(self, now: float) -> None:
-        """End those for which the time is up."""
+        """End the inquiries for which the time is up."""
         for answers in [*self._inquiries]:
             self._end_if_over(answers, now)
 
     def end(self, now: float, without: Collection[object]) -> None:
-        """End all others with the replies that are here."""
+        """End all inquiries, ``without`` some of them, with the replies that are here."""
         for answers in self._inquiries.keys() - {*without}:
             self._inquiries[answers].then(self._inquiries[answers].replies, now)
 

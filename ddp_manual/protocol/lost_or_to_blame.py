@@ -1,7 +1,7 @@
 """Rank 0 watches the ranks that have joined: from heartbeats and last words it decides when a rank is lost or to blame.
 
-Nothing here waits: what is heard, a tick and the time come in; an ``Inquiry`` says what the replies of agents decide.
-``verdicts.py`` has most of the words.
+Nothing here waits: messages, ticks and the time are passed in, and an ``Inquiry`` calls what the replies of agents
+decide. ``verdicts.py`` has most of the words.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import encode
 from ddp_manual.wording import as_ranges, in_words
 
-# An error of a rank's own code after which another try may go well.
+# Errors of a rank's own code that may not occur again in another try.
 MAY_NOT_RECUR = (TrainingFailed.identifier, OutOfMemory.identifier)
 STACKS_WITHIN = 2.0
-# Shorter than an agent whose worker has failed waits for a verdict, also if rank 0 has to ask twice.
+# An agent whose worker has failed waits longer than this for a verdict, even if rank 0 has to ask twice.
 RECORDS_WITHIN = 0.8
-# The number of each request for stacks, and of no other one.
+# The number of each request for stacks; no other request has it.
 STACKS = 0
-# Seconds within which ranks that did the same work have all finished. Rank 0 alone waits longer for a slower rank; a
-# rank that is stuck in a collective has to see the other ranks close their process groups.
+# Seconds from the first rank that has finished until all that have are told to close their process groups: a rank that
+# is stuck in a collective has to see that. Ranks that did the same work have all finished by then; for a slower rank,
+# rank 0 alone waits longer.
 FINISH_TOGETHER = 1.0
 # Seconds from a collective that broke until it is known which rank is to blame.
 BLAME_WITHIN = 1.5
 # Seconds until a line says that ranks wait for others, long before that ends the run.
 STALL_LINE = 30.0
-# Seconds after which ``status`` shows the same.
-WAIT_SHOWN = 5.0
-# Seconds for which a probe of the network holds.
+WAIT_SHOWN = 5.0  # seconds after which ``status`` shows that ranks wait
+# Seconds after which the network is probed anew.
 PROBES_HOLD = 60.0
-# Ranks that have a line each, of those that are stopped, slow or in a debugger at the same moment.
+# How many ranks have a line each if more of them are stopped, slow or in a debugger at the same moment.
 MOST_LINES = 8
-# Seconds that ranks wait in a collective for ranks that have finished.
+# Seconds that ranks may wait in a collective for ranks that have finished.
 IN_VAIN = 2.0
 # How a rank is lost: its process has ended or is stopped; nobody hears from it; its own code has raised; one of its
 # collectives has broken, and nobody is to blame; or other ranks wait for it for ever, which ends any run.
@@ -60,7 +60,7 @@ SAME_STEPS = (
     "and call no collective, nor what contains one (a step, train()), on one rank alone, as below `if rank == 0`"
 )
 LET_IT_RUN = "let nobody stop it (Ctrl-Z, a batch system), or give a larger --peer_timeout"
-# What rank 0 asks itself; each is one inquiry at a time.
+# Questions that rank 0 has; there is at most one inquiry at a time for each.
 DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK = "do calls differ", "where are they stuck"
 
 
@@ -73,12 +73,12 @@ class Loss:
     spared: Sequence[int] = ()
     """The ranks that have done their work, and leave in order if this ends the run."""
     is_newcomer: bool = False
-    """Whether it had come, or come back, to a run which had begun, and has not worked there yet."""
+    """Whether the rank had come, or come back, to a run which had begun, and has not worked in it yet."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Broken:
-    """A collective of a rank that has broken, at this place. Later it is judged which rank is to blame."""
+    """A collective that has broken in the rank of ``verdict``. Which rank is to blame is judged at ``judged_at``."""
 
     judged_at: float
     verdict: Verdict
@@ -98,7 +98,7 @@ class Watch:
         self.failure: Verdict | None = None
         """What ends the run."""
         self.lost: dict[int, Loss] = {}
-        """The ranks that were lost, in a run that keeps their seats, until the coordinator has heard of them."""
+        """The ranks that were lost, in a run that keeps their seats, until the coordinator takes them."""
         self.newcomers: set[int] = set()
         """The ranks that have come, or come back, to a run which had begun."""
         self._roll_call = roll_call
@@ -111,11 +111,11 @@ class Watch:
         self._inquiries = Inquiries(peers)
         self._numbers = itertools.count(STACKS + 1)
         self.waiting: dict[int, Loss] = {}
-        """The ranks that are lost unless their calls differ, which explains it better and ends the run."""
+        """The ranks that are lost, unless ranks are found to have called different collectives: that ends the run."""
         self._comparison = Comparison()
         self._said_stall: Stall | None = None
         self.probes: Probes | None = None
-        """Of the network, while all ranks wait in a collective for longer than most steps take."""
+        """The probes of the network, while all ranks wait in a collective for longer than most steps take."""
 
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
         self._roll_call.hear(rank, now)
@@ -129,17 +129,17 @@ class Watch:
         return {rank: member.heard for rank, member in members if rank in self._peers and not self._peers[rank].left}
 
     def check(self, now: float) -> None:
-        """Decide what only time shows."""
+        """Decide what is due: inquiries whose time is up, who broke a collective, who closes process groups."""
         self._inquiries.check(now)
         if self.failure is None and self._roll_call.works:
             if self._broken and now >= self._broken[0].judged_at:
-                broken, self._broken = self._broken, []  # it has broken on several ranks, and is one loss
+                broken, self._broken = self._broken, []  # one collective that broke on several ranks is one loss
                 self._judge(broken, now)
             self._close_process_groups(now)
 
     def _judge(self, broken: Sequence[Broken], now: float) -> None:
         """Blame a stopped or a silent rank, ranks that finished early, or the first rank whose collective broke."""
-        ranks = [one.verdict.rank for one in broken]  # which may have closed their groups because of it
+        ranks = [one.verdict.rank for one in broken]  # they may have closed their groups because it broke
         found = ((one, self.health.finished_before(one.verdict.rank, without=ranks)) for one in broken)
         first, early = next((pair for pair in found if pair[1]), (broken[0], []))
         rank, late = first.verdict.rank, self.health.late(now)
@@ -190,7 +190,7 @@ class Watch:
                 self.probes = None
 
     def _find_stall(self, now: float, longer_than: float | None = None) -> Stall | None:
-        """Find ranks that wait for others, unless a rank is late: what is known of that one is old."""
+        """Find ranks that wait for others, unless a rank is late: what rank 0 knows of that rank is old."""
         return self.health.find_stall(now, longer_than) if self.health.late(now) is None else None
 
     def _first_of(self, ranks: Sequence[int], state: str, only: int | None = None) -> Sequence[int]:
@@ -198,7 +198,7 @@ class Watch:
         N ranks, would be a million for 1,024.
 
         Args:
-            only: the rank that prints that line; all do without it.
+            only: the rank that prints the line for the others; None: all ranks print it.
         """
         if others := ranks[MOST_LINES:]:
             line = messages.Line(f"{in_words(as_ranges(others))} are {state}, as are others")
@@ -214,7 +214,7 @@ class Watch:
         self._said_stall = stall
 
     def _cut(self, stall: Stall, now: float) -> Sequence[Pair] | None:
-        """Return which hosts cannot connect to each other, if all are here and wait; None while they still try."""
+        """Return which hosts cannot connect to each other, if all ranks are here and wait; None while hosts try."""
         if stall.behind or len(self.heard()) < len(self._all_ranks):  # nobody answers for a rank that has left
             return ()
         if self.probes is None or now - self.probes.since > PROBES_HOLD:
@@ -238,7 +238,7 @@ class Watch:
         """End the run because of a rank's last words.
 
         Args:
-            broken_at: the line of the collective if that broke; which rank is to blame will be known in a moment.
+            broken_at: the line of the collective if that broke; then it is decided later which rank is to blame.
             in_a_collective: whether torch itself failed, maybe because other ranks called something else.
         """
         loss = Loss(verdict, GONE if verdict.judged else OWN_CODE)
@@ -250,7 +250,7 @@ class Watch:
             self._lose(loss)
 
     def _lose(self, loss: Loss) -> None:
-        """End the run because a rank is lost; if the run keeps its seat, leave it to the coordinator."""
+        """End the run because a rank is lost; if the run keeps its seat, leave the loss to the coordinator."""
         verdict, run = loss.verdict, self._roll_call.run
         rank = verdict.rank
         if self.failure is not None:
@@ -274,15 +274,15 @@ class Watch:
             self.lost.setdefault(rank, loss)
 
     def _is_done(self, rank: int) -> bool:
-        """Return whether nobody needs a rank any more: its work is done and, as rank 0 has torch's store, all other."""
+        """Return whether a rank's work is done; for rank 0, which has torch's store, whether the work of all is."""
         return self.health.all_finished or rank in {*self.health.finished} - {0}
 
     def _may_not_recur(self, verdict: Verdict) -> bool:
         return self._roll_call.run.on_loss_of_own_code and verdict.identifier in MAY_NOT_RECUR
 
     def _has_worked(self, rank: int) -> bool:
-        """Return whether a rank has begun to work with the others: where they save and resume after steps, with the
-        first step of any of them."""
+        """Return whether a rank has begun to work with the others: if the run resumes from checkpoints, any rank has
+        done a step; otherwise the rank has used a process group."""
         if self._roll_call.run.resumes:
             return any(self.health.beat(other).step > 0 for other in self._all_ranks)
         return bool(self.health.beat(rank).begun)
@@ -293,7 +293,7 @@ class Watch:
         return any((self.lost, self.waiting, self._broken))
 
     def take_lost(self) -> Mapping[int, Loss]:
-        """Return the ranks without which the others begin anew, also those that only wait for an inquiry."""
+        """Return rank -> its loss, for all ranks without which the others begin anew, also those still ``waiting``."""
         if self.lost:
             self._lose_waiting()
         lost, self.lost = self.lost, {}
@@ -322,7 +322,7 @@ class Watch:
         self._end_because_of(self._info(rank), f"left: {why}", why=beat, next="look at its last lines")
 
     def _end_because_of_silent(self, now: float) -> bool:
-        """End the run because of the rank that has been silent for too long; the others soon will be."""
+        """End the run because of the rank that was silent for longest, if that is too long; return whether it is."""
         found, world_size = self.health.silent(now), self._roll_call.run.world_size
         if not found:
             return False
@@ -373,7 +373,7 @@ class Watch:
         self._lose(Loss(verdict, kind))
 
     def _end_because_of_finished(self, rank: int, early: Sequence[int], place: str, now: float) -> None:
-        """End the run: ``rank`` is in a call of torch, at this place, in which ``early`` do not take part any more."""
+        """End the run: ``rank`` is in a call of torch, at ``place``, in which the ranks ``early`` take part no more."""
         done = "finished" if {*early} <= {*self.health.finished} else "closed the process group"
         call, next = "a collective", SAME_STEPS
         if self.health.beat(rank).opening:
@@ -390,7 +390,7 @@ class Watch:
     def _end_because_of_stall(self, stall: Stall, stacks: Mapping[int, str], now: float) -> None:
         """End the run with the stacks of the ranks that are stuck, unless they have gone on in the meantime."""
         now_stalled = self._find_stall(now)
-        # What was heard last may be from before the ranks went on.
+        # The last heartbeats may be from before the ranks went on.
         if now_stalled is None or set(now_stalled.behind) - set(stall.behind):
             return
         cut = self._cut(now_stalled, now)
@@ -418,7 +418,7 @@ class Watch:
     # -- whether the ranks call the same collectives ---------------------------------------------------------------
 
     def _lose_unless_mismatch(self, loss: Loss, now: float) -> None:
-        """Lose a rank, unless the ranks called different collectives: that explains it better, and ends the run."""
+        """Count a rank as lost, unless ranks called different collectives: that explains more, and ends the run."""
         self.waiting.setdefault(loss.verdict.rank, loss)
         if self._comparison:
             self._look_at_records(now)
@@ -426,18 +426,18 @@ class Watch:
             self._lose_waiting()
 
     def _lose_waiting(self, last: Mapping[int, str] | None = None) -> None:
-        """Lose the ranks that wait for an inquiry; ``last`` are the collectives that all ranks have begun last."""
+        """Count the ranks ``waiting`` as lost; ``last`` has for each rank the collective that it has begun last."""
         waiting, self.waiting = self.waiting, {}
         for loss in waiting.values():
             self._lose(dataclasses.replace(loss, verdict=with_last_collectives(loss.verdict, last or {})))
 
     def _look_at_records(self, now: float, some: Sequence[int] = ()) -> None:
-        """Look at the records of all ranks; if only ``some`` give reason to, first at theirs."""
+        """Look at the records of all ranks; first only at those of ``some`` ranks, if they are the reason."""
         if DO_CALLS_DIFFER not in self._inquiries and self.failure is None:
             self._look_on(self._comparison.look(some or self._all_ranks), None, now)
 
     def _look_on(self, look: Look, replies: Mapping[int, messages.RecordsReply] | None, now: float) -> None:
-        """Go on with a look, with the replies to what it has asked last; ask what it is to know next."""
+        """Go on with a look: give it the replies to its last question, None at its begin, and ask its next question."""
         try:
             ranks, wanted = next(look) if replies is None else look.send(replies)
         except StopIteration as end:
@@ -449,7 +449,7 @@ class Watch:
         self._inquiries.ask(DO_CALLS_DIFFER, request.number, ranks, request, within, then, now)
 
     def _go_on_looking(self, look: Look, replies: Mapping[int, messages.RecordsReply], now: float) -> None:
-        """Go on with a look; whatever the replies say, no loss waits for one that is over."""
+        """Go on with a look; once it is over no loss waits for it, whatever the replies say."""
         try:
             self._look_on(look, replies, now)
         finally:
@@ -457,7 +457,7 @@ class Watch:
                 self._lose_waiting()
 
     def _take_seen(self, seen: Seen, now: float) -> None:
-        """End the run because of what a look has seen, or lose the ranks that wait for it."""
+        """End the run because of what a look has seen; otherwise count the ranks ``waiting`` as lost."""
         if self._wants_all(seen):
             self._look_on(self._comparison.look(self._all_ranks, seen.difference), None, now)
         elif (mismatch := seen.difference) is not None:

@@ -32,7 +32,7 @@ def advice_for(ranges: Sequence[Sequence[int]], run: RunInfo, own_addresses: Seq
     """Return a command for each missing rank, as many as a person would type, and what else may keep ranks away.
 
     Args:
-        own_addresses: of this process's host, for a run that only processes of that host can reach.
+        own_addresses: the addresses of this host, to name if rank 0 listens where only its own host reaches it.
     """
     missing = [rank for first, last in ranges for rank in range(first, last + 1)]
     # A launcher starts all its ranks with the same command.

@@ -8,8 +8,8 @@ from ddp_manual.ranks_and_runs import Place, RankInfo
 
 
 def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] | None = None) -> dict[int, Place]:
-    """Give each rank its place. Its local_rank is its position among its host's ranks, unless it was given another; or
-    0, where each rank of the host sees one GPU and no two ranks see the same, as with ``srun --gpus-per-task=1``.
+    """Return rank -> its place. Its local_rank is the one that it was given, otherwise its position among its host's
+    ranks; but 0, where each rank of the host sees one GPU of its own, as with ``srun --gpus-per-task=1``.
 
     Args:
         gpus: rank -> the UUIDs of the GPUs it could use, as far as they are known.

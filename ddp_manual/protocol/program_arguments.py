@@ -27,15 +27,15 @@ OTHERS = "other arguments"
 OVERRIDE = re.compile(r"([+~]{0,2}[A-Za-z_][\w.@]*)=(.*)", re.DOTALL)
 SECRET = re.compile(rf"(^|[= ]){re.escape(HIDDEN)} \(digest [0-9a-f]{{12}}\)")
 DIGITS = 12
-# Not a number.
+# A word that begins with - and is no number, as -0.5 is.
 OPTION = re.compile(r"-(?!\.?\d.*\Z)[\s\S]+")
 
 
 def named_arguments(arguments: Sequence[str]) -> dict[str, str]:
     """Return ``{"--lr": "0.1", "--amp": "given", "argument 1": "data"}`` for ``--lr 0.1 --amp data``-like words.
 
-    A word behind an option is taken for its value; an option that is given again has all its values. What names the
-    place of a rank in the run is left out. Of secrets there are digests.
+    A word behind an option is taken for its value; an option that is given again has all its values. Arguments that
+    name a rank's place in the run are left out. A secret is replaced by its digest.
     """
     values: dict[str, list[str]] = {}
     named = None
@@ -79,7 +79,7 @@ def differing_arguments(
 
 
 def shown(arguments: Mapping[str, str]) -> dict[str, str]:
-    """Return arguments as others may see them: of a secret not even its digest, from which a short one is guessed."""
+    """Return arguments as others may see them: without the digests of secrets, which reveal a short one by guessing."""
     return {name: SECRET.sub(rf"\1{HIDDEN}", value) for name, value in arguments.items()}
 
 
@@ -94,7 +94,7 @@ def _plain(name: str) -> str:
 
 
 def _bounded(arguments: Mapping[str, str]) -> dict[str, str]:
-    """Make names and values fit into a hello: what is too long, or too much, is compared by a digest."""
+    """Return names and values that fit into a hello: those that are too long, or too many, become a digest."""
     kept: dict[str, str] = {}
     rest: list[tuple[str, str]] = []
     size = 0

@@ -20,7 +20,7 @@ from ddp_manual.wording import at
 # order, so that every host is still tried in both directions.
 ALL_PAIRS_UP_TO = 32
 REPORT_TIMEOUT = 8.0
-# Seconds between two looks after which this process was stopped.
+# Seconds between two looks. If more have passed, this process was stopped in between.
 A_PAUSE = 4.0
 CUT_OFF = "connected, but only"
 # Pairs named in an error.
@@ -65,10 +65,10 @@ class Probes:
             yield self._hosts[node].rank, Probe((self._round, node), wanted)
 
     def take(self, key: tuple[int, int], failures: Sequence[tuple[int, str]]) -> None:
-        """Take the report of a host: the hosts that it could not reach, each with how the network responded.
+        """Note the report of a host: the hosts that it could not reach, each with how the network responded.
 
         Args:
-            key: of the request.
+            key: the key of the request that it replies to.
         """
         round_, node = key
         if round_ != self._round or node not in self._silent:
@@ -91,7 +91,7 @@ class Probes:
 
 
 def compare_mtu(address: str) -> str:
-    """Return what to do where small packets reach this address, and large ones do not."""
+    """Return what to do if small packets reach this address and large packets do not."""
     return (
         "compare the MTU of the interfaces of both hosts, and of tunnels between them:\n"
         f"{whole('ip link')}\n{whole(f'ping -M do -s 1472 {address}')}\n"
@@ -100,7 +100,7 @@ def compare_mtu(address: str) -> str:
 
 
 def unreachable(failing: Sequence[Pair]) -> PeerUnreachable:
-    """Return the error for all ranks."""
+    """Return the error that ends all ranks, and names these pairs."""
     named, lines = [], []
     for start, end, answer in failing[:MOST_SHOWN]:
         named.append(f"{start.host} -> {end.host}" if end else f"{start.host} is silent")

@@ -22,11 +22,11 @@ from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Ve
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wording import as_ranges, counted, in_words
 
-# A rank that its agent starts again by itself may be lost so often before the run has come any further.
+# How often a rank whose agent starts its worker again by itself may be lost without a step of the run in between.
 MOST_WITHOUT_A_STEP = 3
 # Seconds from the moment a rank knows that rank 0 is lost until it has found another one that was there already.
 SURVIVORS_WITHIN = 5.0
-# Seconds in which the ranks of a program, whose steps nobody knows, have come further.
+# Where no state is held, nobody knows the steps: ranks that have worked for this many seconds have come further.
 LONG_ENOUGH = 60.0
 
 
@@ -38,11 +38,11 @@ class Pause:
     own_code: Collection[int] = ()
     """The ranks that were lost because their own code has raised."""
     steps_done: int = 0
-    """By the rank that had come furthest."""
+    """How many steps the rank had done that had come furthest."""
     has_judged: bool = False
-    """Whether it was looked, once, if ranks are lost again and again."""
+    """Whether ``refusal`` has judged, once, if ranks are lost again and again."""
     said: str = ""
-    """What was said of what is lost and held; "" before that, and after another rank was lost."""
+    """The line that was printed about what is lost and held; "" before it, and after another rank was lost."""
 
     @property
     def is_said(self) -> bool:
@@ -64,13 +64,13 @@ class Recovery:
         self.generation = 0
         """How often the ranks have begun anew."""
         self.count, self.seconds = 0, 0.0
-        """Of losses so far, and of all the time from a loss until all ranks went on."""
+        """How many losses there were, and the sum of the seconds from each loss until all ranks went on."""
         self.lost: dict[int, Verdict] = {}
         """The ranks that were lost in this pause, or in the last one."""
         self.back: set[int] = set()
-        """The ranks with which a world that has shrunk was to grow again in it."""
+        """The ranks that had come back to a world that has shrunk, if this pause, or the last one, is for them."""
         self.held: dict[int, Moment | None] = {}
-        """The ranks that have said which state they hold."""
+        """Rank that has said which state it holds -> the moment of that state; None if it holds none."""
         self._max_restarts, self._shrink = max_restarts, shrink
         self._pause: Pause | None = None
         self._went_on: float | None = None
@@ -92,12 +92,12 @@ class Recovery:
 
     @property
     def is_unsaid(self) -> bool:
-        """Whether it is still to be said what is lost and held, or to be looked if ranks are lost again and again."""
+        """Whether the line about what is lost and held, or the judgement of ``refusal``, is still to come."""
         return self._pause is not None and not self._pause.is_said
 
     @property
     def adopted(self) -> bool:
-        """Whether another process was rank 0 until now: which other ranks were lost only the roll call will tell."""
+        """Whether another process was rank 0 until now: only the roll call will show which other ranks were lost."""
         return self.paused and self._went_on is None
 
     def begin(
@@ -108,7 +108,7 @@ class Recovery:
         replaced: Collection[int] = (),
         own_code: Collection[int] = (),
     ) -> None:
-        """Begin anew, since these ranks were lost, or since others are ``back`` in a world that has shrunk.
+        """Note that all begin anew: these ranks were ``lost``, or others are ``back`` in a world that has shrunk.
 
         Args:
             replaced: the ranks whose workers are replaced, and whose agents will say what they hold.
@@ -122,7 +122,7 @@ class Recovery:
         self._tries.clear()
 
     def take_held(self, rank: int, held: tuple[int, int] | tuple[int, int, bool] | None, steps_done: int) -> None:
-        """Take which state a rank holds, and how many steps it has done."""
+        """Note which state a rank holds, and how many steps it has done."""
         self.held[rank] = Moment(*held) if held is not None else None
         if self._pause is not None:
             self._pause.steps_done = max(self._pause.steps_done, steps_done)
@@ -132,7 +132,7 @@ class Recovery:
         return self.held.keys() >= {*ranks}
 
     def lose_too(self, info: RankInfo, how: str) -> None:
-        """Take that one more rank is lost, while the others begin anew."""
+        """Note that one more rank is lost, while the others begin anew."""
         error = PeerLost(f"{info.who} {how}", why="it was lost while the others began anew", next="")
         self.lost[info.rank] = verdict_about(info, LastWords.of(error))
         self.held.pop(info.rank, None)
@@ -174,15 +174,15 @@ class Recovery:
         return waited >= shrink_after and not alone
 
     def newest(self, among: Collection[int]) -> tuple[Moment | None, int | None]:
-        """Return the state to go on from, and the rank that has it: of equal ones the first, whose buffers count."""
+        """Return the state to go on from, and the first rank that has it: the buffers of that rank's model count."""
         held = {rank: self.held.get(rank) for rank in sorted(among)}
         found = [(moment, -rank) for rank, moment in held.items() if moment is not None]
         moment, rank = max(found, default=(None, 0))
         return moment, None if moment is None else -rank
 
     def refusal(self, restarted: Collection[int], among: Collection[int]) -> Verdict | None:
-        """Return, once all have said what they hold, why the run ends all the same: a rank is lost again and again
-        without a step in between. Where no state is held, time counts in place of steps.
+        """Return why the run ends, if a rank is lost again and again without a step in between; None before all ranks
+        have said what they hold. Where no state is held, time counts in place of steps.
 
         Args:
             restarted: the lost ranks whose agents start another worker by themselves.
@@ -231,7 +231,7 @@ class Recovery:
         gone_on = max(0, pause.steps_done - moment.step) if moment is not None else 0
         unit = "call" if moment is not None and moment.counts_calls else "step"
         repeat = counted(gone_on, unit) if gone_on else f"no {unit}"
-        if moment is None:  # of the time before it took over, another process was rank 0
+        if moment is None:  # before this process took over, another one was rank 0
             work = "the" if went_on is None else f"about {max(1, round(pause.since - went_on))} s of"
             repeat = f"{work} work, unless a checkpoint has it"
         lost = f"; the break took {seconds:.{0 if seconds >= 10 else 1}f} s, and the ranks repeat {repeat}"
@@ -258,7 +258,7 @@ class Recovery:
     def kept(
         self, run: RunInfo, here: Collection[int], missing: Sequence[int], left_out: Collection[int] = ()
     ) -> str | None:
-        """Return what is said of a loss, once, when all ranks that are here have said what they hold.
+        """Return the line about a loss, once, when all ranks that are here have said what they hold; otherwise None.
 
         Args:
             left_out: the ranks without which the others go on.
@@ -294,8 +294,8 @@ class Recovery:
         return f"{whats}. {kept}; {state}\n{to_replace}\nor go on without {it}:\n{whole(self._shrink)}"
 
     def said_of(self, left_out: Sequence[int]) -> str:
-        """Return what was said of the ranks that are waited for, or how those were lost without which the others go
-        on; "" if none is lost."""
+        """Return the line about the lost ranks that the others wait for, or how the ranks were lost without which they
+        go on; "" if no rank is lost."""
         if self._pause is not None and not left_out:
             return self._pause.said
         return "; ".join(self.lost[rank].what for rank in left_out if rank in self.lost)

@@ -56,13 +56,13 @@ class Gathering:
     within: float
     loading_since: float | None = None
     probes: Probes | None = None
-    """Of the network, once all are here."""
+    """The probes of the network, once all ranks are here."""
 
     def tick(self, now: float, *, all_here: bool) -> float:
-        """Let the clock of the missing ranks run, or that of torch; return the seconds on it, of the ``limit``."""
+        """Run the clock for missing ranks or, if all are here, for loading torch; return its seconds, of ``limit``."""
         if all_here and self.loading_since is None:
             self.loading_since = now
-        elif not all_here and self.loading_since is not None:  # one that comes and is lost again restarts no clock
+        elif not all_here and self.loading_since is not None:  # a rank that comes and is lost restarts no clock
             self.missing_since, self.loading_since = now - self.missing_for(now), None
         return now - self.since
 
@@ -100,7 +100,7 @@ class RollCall:
     Args:
         rank_0: what the other ranks are compared with.
         within: seconds from ``now`` until all ranks must have joined.
-        stopped: says of the worker of this pid, on rank 0's host, which signal has stopped its agent; "" if none has.
+        stopped: returns which signal has stopped the agent of the worker with this pid on rank 0's host; "" if none.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class RollCall:
         if decision is not True:
             return decision
         self.members[info.rank] = Member(_without_copies(info, self.rank_0), now)
-        if info.goes_on and isinstance(self.state, Gathering):  # it may be the only one that still has the state
+        if info.goes_on and isinstance(self.state, Gathering):  # it may be the only rank with the state
             self._become(info.rank, Seat.LOADING)
         else:
             self._follow(info.rank, TAKEN)
@@ -156,7 +156,7 @@ class RollCall:
         return True
 
     def refuse(self, who: str, error: DdpManualError, now: float) -> None:
-        """Take that a process was refused, for the news; of very many in a short time only the first are named."""
+        """Note for the news that a process was refused; of very many in a short time only the first are named."""
         if now - self._refusals_since >= REFUSALS_WITHIN:
             self._refusals, self._refusals_since = 0, now
         self._refusals += 1
@@ -171,7 +171,7 @@ class RollCall:
         self.members[rank].heard = now
 
     def get_ready(self, rank: int, ready: Ready) -> list[tuple[int, DdpManualError]]:
-        """Take what a rank knows now that it has loaded torch.
+        """Note what a rank knows now that it has loaded torch.
 
         Returns:
             The ranks that are refused, because they do not belong with rank 0 now that both know their devices.
@@ -212,7 +212,7 @@ class RollCall:
         return why
 
     def complete(self, now: float) -> None:
-        """All ranks that are not left out go on together."""
+        """Have all ranks that are not left out go on together."""
         assert isinstance(self.state, Gathering)
         self.state = Working(self.state.missing_for(now))
         for rank in self.ranks(Seat.READY):
@@ -220,7 +220,7 @@ class RollCall:
             self.members[rank].has_worked = True
 
     def begin_again(self, ranks: Collection[int], now: float, within: float) -> None:
-        """Begin anew, with other workers of these ranks, which are here; none of the others has worked."""
+        """Begin anew with other workers of ``ranks``, which are here; make the others that have worked missing."""
         self.state = Gathering(now, within)
         self.gone.clear()
         self.stopping &= {*ranks}
@@ -243,7 +243,7 @@ class RollCall:
         """Go on without the ranks that are missing; return whether any is.
 
         Args:
-            to_stop: whether that holds only as long as a rank is about to stop the run.
+            to_stop: whether to wait for them again if no rank is about to stop the run any more.
         """
         missing = self.missing
         for rank in missing:
@@ -252,7 +252,7 @@ class RollCall:
         return bool(missing)
 
     def _await_those_left_out_to_stop(self) -> None:
-        """Wait for these ranks after all, if those that have asked the run to stop are gone."""
+        """Wait again for ranks that were left out only to stop the run, if no rank is about to stop it any more."""
         for rank in () if self.stopping else self.ranks(Seat.LEFT_OUT_TO_STOP):
             self._become(rank, Seat.EMPTY)
 
@@ -283,14 +283,14 @@ class RollCall:
 
         Args:
             how: what happened to it, such as "is gone: its process has ended"; "" if another line says so.
-            left_out: whether the others go on without it, since they did before it came.
+            left_out: whether the others go on without it, as they did before it came.
         """
         member = self.members.pop(rank)
         self.stopping.discard(rank)
         self._become(rank, Seat.LEFT_OUT if left_out else GIVEN_UP.get(self._seats[rank], Seat.EMPTY))
         self._ready_on.get(member.info.host_id, set()).discard(rank)
         if isinstance(self.state, Gathering):
-            self.state.probes = None  # of other hosts, perhaps, than those that will be there
+            self.state.probes = None  # the ranks may be on other hosts when all are here again
             self._await_those_left_out_to_stop()
         if how:
             self.gone.append(f"{member.info.who} {how}")
@@ -313,7 +313,7 @@ class RollCall:
         return not (self.is_over or self.stopping)
 
     def has_worked(self, rank: int) -> bool:
-        """Return whether the process that is a rank has gone on with the others before."""
+        """Return whether the process that has a rank now has gone on with the others before."""
         return rank in self.members and self.members[rank].has_worked
 
     @property
@@ -337,7 +337,7 @@ class RollCall:
         return rank < len(self._seats) and self._seats[rank] in LEFT_OUT
 
     def ranks(self, *seats: Seat) -> list[int]:
-        """Return the ranks whose seats are these."""
+        """Return the ranks whose seat is one of ``seats``."""
         if not any(self._counts[seat] for seat in seats):
             return []
         return [rank for rank, seat in enumerate(self._seats) if seat in seats]
@@ -354,7 +354,7 @@ class RollCall:
         return self.members[rank].info
 
     def who(self, ranks: Sequence[int]) -> str:
-        """Name ranks that are here: one with its host and pid."""
+        """Return words for ranks that are here: for a single rank with its host and pid."""
         return self.info(ranks[0]).who if len(ranks) == 1 else in_words(as_ranges(sorted(ranks)))
 
     def stopped(self, rank: int) -> str:
@@ -363,11 +363,11 @@ class RollCall:
         return self._stopped(info.pid) if info.host_id == self.rank_0.host_id and info.rank == rank else ""
 
     def silent(self, now: float) -> list[int]:
-        """The ranks, without rank 0, that have been silent for too long."""
+        """Return the ranks, without rank 0, that have been silent for too long."""
         return [rank for rank, member in self.members.items() if rank and now - member.heard > silent_after(self.run)]
 
     def infos(self) -> list[RankInfo]:
-        """In the order of the ranks."""
+        """Return who the ranks are that are here and not left out, in the order of the ranks."""
         return [self.members[rank].info for rank in self._awaited]
 
     @property
@@ -376,15 +376,15 @@ class RollCall:
         return self.ranks(Seat.LOADING, Seat.READY, Seat.WORKING)
 
     def places(self) -> dict[int, Place]:
-        """The place of each rank, once all are here."""
+        """Return rank -> its place, once all ranks are here."""
         return assign_places(self.infos(), {info.rank: ready.gpus for info, ready in self._pairs()})
 
     def _shared_with_an_earlier_rank(self, member: Member) -> DdpManualError | None:
-        """Return why a rank cannot have the GPU of its --local_rank; of ranks without one, ``shared_gpu`` decides."""
+        """Return why a rank cannot have the GPU of its --local_rank; for ranks without that, ``shared_gpu`` decides."""
         assert member.ready is not None
         if member.info.local_rank is None or member.ready.may_use_cpu:
             return None
-        # Of all ranks only those of its hosts: a look at every rank for each rank is most of a roll call of thousands.
+        # Only ranks of these hosts: a look at all ranks for each rank takes most of the time with thousands of ranks.
         hosts = {member.info.host_id}.union(*(self._hosts_of_gpu[uuid] for uuid in member.ready.gpus))
         near = [self.members[rank] for rank in sorted(rank for host in hosts for rank in self._ready_on[host])]
         told = [(one.info, one.ready) for one in near if one.info.local_rank is not None and one.ready is not None]
@@ -399,15 +399,15 @@ class RollCall:
         return shared_gpu(self._pairs(), self.places())
 
     def _pairs(self) -> list[tuple[RankInfo, Ready]]:
-        """The ranks that are ready, in their order."""
+        """Return the ranks that are ready and not left out, in the order of the ranks."""
         members = [self.members[rank] for rank in self._awaited]
         return [(member.info, member.ready) for member in members if member.ready is not None]
 
     def news(self) -> News:
-        """What all waiting ranks are told; short even if every second of thousands is missing.
+        """Return what all waiting ranks are told; it is short even if every second of thousands of ranks is missing.
 
-        All ranges would be N / 2 of them for each of N ranks, 4.7 KB each for 1,024 ranks. The last one is not shown,
-        and says that there are more: see ``in_words``.
+        All of the ranges would be N / 2 ranges, sent to N ranks: 4.7 KB to each of 1,024 ranks. The last range is not
+        shown, and says that there are more: see ``in_words``.
         """
         shown = sorted(self.members)[:MOST_NAMED]
         return News(
@@ -423,7 +423,7 @@ class RollCall:
         )
 
     def roster(self) -> list[dict[str, Any]]:
-        """What a person wants to know of each rank that is here."""
+        """Return what a person wants to know of each rank that is here."""
         places = self.places() if self.all_here else {}
         return [
             _describe(member, places[rank].local_rank if rank in places else member.info.local_rank)
@@ -432,8 +432,8 @@ class RollCall:
 
 
 def _without_copies(info: RankInfo, rank_0: RankInfo) -> RankInfo:
-    """Keep once what nearly all ranks say alike: for thousands of ranks it is tens of megabytes, which Python's garbage
-    collector would traverse again and again."""
+    """Return ``info`` with rank 0's objects where they are equal, as on nearly all ranks: copies for thousands of ranks
+    are tens of megabytes, which Python's garbage collector would traverse again and again."""
     shared = {name: getattr(rank_0, name) for name in SAID_ALIKE}
     return replace(info, **{name: value for name, value in shared.items() if value == getattr(info, name)})
 

@@ -18,7 +18,7 @@ PROXY = "a proxy or a port forward whose other side is not up"
 
 
 class Answer(Enum):
-    """What came back from an address and port. Of several addresses the one with the last of these decides."""
+    """What came back from an address and port. Of several addresses, the one whose answer is last here decides."""
 
     GREETED = "rank 0's agent answers"
     SILENT = "no answer: the packets are dropped, or there is no route"
@@ -75,7 +75,7 @@ class Search(NamedTuple):
         return [self.rank_0_command] if self.patient else [self.rank_0_command, elsewhere]
 
     def judge(self, all_seen: Sequence[Seen], waited: float, elsewhere: str = "") -> tuple[Seen, Finding]:
-        """Return what decides of all that is there in place of rank 0's agent, and what it means.
+        """Return the answer that decides, of all that came in place of a greeting of rank 0's agent, and what it means.
 
         Args:
             waited: seconds so far.
@@ -104,7 +104,7 @@ class Search(NamedTuple):
         return seen, self._no_rank_0(seen, where, why, f" for {waited:.0f} s" if waited >= 1 else "")
 
     def _no_rank_0(self, seen: Seen, where: str, why: str, waited: str) -> Finding:
-        """Return what it means where nothing says that it is not rank 0."""
+        """Return what an answer means that does not show that another program is there."""
         name, port = self.spec.master_addr, self.spec.master_port
         if seen.answer is Answer.REFUSED:
             if self.spec.source("master_addr") == "default":

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Seat(Enum):
-    """What becomes of a rank: the others wait for a process that takes an empty seat, and for one that loads torch.
+    """The state of a rank's seat: the others wait for a process that takes an empty seat, and while it loads torch.
 
     The last four are left out: the others go on without that rank, until a process that has come to its seat is ready.
     """
@@ -22,7 +22,7 @@ class Seat(Enum):
 
 
 LEFT_OUT = {Seat.LEFT_OUT, Seat.LEFT_OUT_TO_STOP, Seat.LOADING_TO_RETURN, Seat.READY_TO_RETURN}
-# What a seat is once a process has come, has loaded torch, begins to load it anew, or is gone.
+# Seat -> next seat when a process has come (TAKEN), has loaded torch (LOADED), loads it anew, or is gone (GIVEN_UP).
 TAKEN = {
     Seat.EMPTY: Seat.LOADING,
     Seat.LEFT_OUT: Seat.LOADING_TO_RETURN,

@@ -24,7 +24,7 @@ class Stall:
     """The waiting ranks that have begun fewer collectives than others: their connection is cut, or they are busy inside
     torch."""
     longest: LongestWait = field(default_factory=lambda: LongestWait(0.0))
-    """How long they may wait."""
+    """How long the waiting ranks may wait."""
 
 
 def find_stall(
@@ -37,7 +37,7 @@ def find_stall(
     Args:
         watched: the ranks that have not left.
         now: seconds of rank 0's monotonic clock.
-        longer_than: seconds in place of those.
+        longer_than: seconds to use in place of those for which they may wait.
 
     Returns:
         None if no rank waits for that long.
@@ -71,11 +71,11 @@ def find_stall(
     if not behind:
         behind = [rank for rank, known in active.items() if not known.beat.inside]
         if behind and all(now - max(active[rank].changed, active[rank].went_on) <= late for rank in behind):
-            return None  # they have just gone on, and the others, of which less is heard yet, will have too
-    if set(behind) >= set(waiting):  # as with NCCL, where the program waits on a line of its own
+            return None  # they have just gone on; most likely the others too, whose heartbeats come later
+    if set(behind) >= set(waiting):  # as with NCCL: the program waits on a line of its own
         usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]
         behind = [rank for rank, known in active.items() if known.beat.place != usual]
-    if behind:  # others, whose heartbeats came later, wait for as long
+    if behind:  # ranks whose heartbeats came later wait for as long
         nearly = [rank for rank in active if inside[rank] > max(0.0, least - late)]
         waiting = [rank for rank in active if rank in (*waiting, *nearly) and rank not in behind]
     else:

@@ -11,25 +11,25 @@ from ddp_manual.ranks_and_runs import Beat, Ready
 
 @dataclass(eq=False, kw_only=True)
 class Work:
-    """What one worker was told and has said: another worker has a record of its own, and this one counts no more."""
+    """What one worker was told and has said. The next worker has a record of its own; then this one does not count."""
 
     started: float
     is_begun: bool = False
     """Whether the worker was told what to load."""
     ready: Ready | None = None
-    """What it knows since it has loaded torch."""
+    """What the worker knows since it has loaded torch."""
     sent_beat: Beat = field(default_factory=Beat)
-    """What rank 0 was told last that it does."""
+    """The last heartbeat about the worker that rank 0 was sent."""
     result: Any = None
-    """What it has said of its work, if that is complete."""
+    """The result of the worker's work, if that is complete."""
     process_continues: bool = False
-    """Whether the process continues without its agent, which it has told to end."""
+    """Whether the worker's process goes on without its agent, which it has started itself."""
     own_words: DdpManualError | None = None
-    """What it has failed with."""
+    """The error that the worker has failed with."""
     is_replaced: bool = False
     """Whether its program has become another one by exec, and torch's store is gone with it."""
     has_broken: bool = False
-    """Whether a broken collective is what it has failed with."""
+    """Whether the worker has failed because a collective broke."""
     words_of_another: str | None = None
     """The identifier of what another rank has failed with, for a moment in which this worker may say the same."""
 
@@ -45,20 +45,20 @@ class Looking:
     at most."""
 
     lost_at: float
-    """When it was lost, before the ranks could go on."""
+    """When rank 0 was lost; the first time, if it was lost again before the ranks could go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """Rank 0 has admitted this rank, and others are missing or load torch. Rank 0 knows for how long; without a sign
-    of rank 0 it is lost after ``silent_after``."""
+    """Rank 0 has admitted this rank, and other ranks are missing or load torch. Rank 0 knows how long to wait; if it is
+    silent, it is lost after ``silent_after``."""
 
     lost_at: float | None
     """When the rank 0 before this one was lost, if the ranks have not gone on since."""
 
 
 class Replacing(Waiting):
-    """As ``Waiting``, while the worker is ended, which is killed after a time, and another one is started."""
+    """As ``Waiting``, while the worker is ended (killed if it takes too long) and another one is started."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Placed:
 
 
 class Working(Placed):
-    """The worker works, as long as it likes: rank 0 says if it stalls, and is lost itself after ``silent_after``."""
+    """The worker works, as long as it likes. Rank 0 says if it stalls; a silent one is lost after ``silent_after``."""
 
 
 class Closing(Placed):
@@ -75,21 +75,21 @@ class Closing(Placed):
 
 
 class Alone(Placed):
-    """The worker works or leaves, and nobody watches, so that it may take as long as it likes: rank 0 has left, or it
-    has ``until`` to end by itself."""
+    """The worker works or leaves for as long as it likes, and nobody watches: rank 0 is gone, or the worker has time
+    until ``until`` to end by itself."""
 
 
 class Leaving(Placed):
-    """The worker has left. Rank 0 waits for the goodbyes of the others, which a program may make late as it likes."""
+    """The worker has left. Rank 0 waits for the goodbyes of the others, which may take as long as their programs."""
 
 
 class Left(Placed):
-    """Goodbye is said; what is missing is the worker's result or end, which comes once it knows that all is over."""
+    """Goodbye is said; the worker, which is told that the run is over, has yet to send its result or to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The rank has its result or its error: it says why, and ends the worker, which is killed after a time."""
+    """The rank has its result or its error: it prints why, and ends the worker (kills it if it takes too long)."""
 
     was: State
 

@@ -12,11 +12,11 @@ from ddp_manual.ranks_and_runs import Beat
 from ddp_manual.signal_handlers import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
 from ddp_manual.world_options import WorldSpec
 
-# Seconds after which Ctrl-C ends a program that does not come out of a collective, where Python cannot react to it, and
-# after which that is said.
+# Seconds after which Ctrl-C ends a program that stays in a collective, where Python cannot react to it; and after which
+# a line announces that.
 OUT_WITHIN = 5.0
 SAID_AFTER = 1.2
-# A worker says every half second where it is.
+# Seconds after Ctrl-C: by then the worker, which says every 0.25 s where it is, has said so once more.
 KNOWN_AFTER = 0.6
 
 
@@ -35,10 +35,10 @@ class Handling(enum.Enum):
 
 @dataclass
 class Unreached:
-    """A program that has got Ctrl-C, and has not moved since: it stays in a collective."""
+    """A program that has got Ctrl-C and has not gone on since: it stays in a collective."""
 
     begun: tuple[int, Mapping[str, int]] | None = None
-    """How many operations and collectives it had begun, once what the worker says is not from before Ctrl-C any more.
+    """How many operations and collectives it had begun, by the first message of the worker that is from after Ctrl-C.
     """
     is_said: bool = False
 
@@ -47,8 +47,8 @@ class StopSignals:
     """What signals do to one rank.
 
     Where the program takes stops, SIGUSR1 saves a checkpoint, and Ctrl-C, SIGTERM and SIGHUP stop all ranks after the
-    same step. Any other program gets its signals. A second one that asks to stop ends this rank at once, as Ctrl-C does
-    itself if such a program stays in a collective.
+    same step. Any other program gets its signals. A second signal that asks to stop ends this rank at once, and so does
+    the first Ctrl-C if such a program stays in a collective for OUT_WITHIN seconds.
 
     Args:
         pass_on: lets the program handle a signal.
@@ -65,18 +65,18 @@ class StopSignals:
         self._spec, self._log, self._pass_on, self._ask_all = spec, log, pass_on, ask_all
         self._handling = Handling.LOADING
         self._takes_stops = False
-        """Whether any worker of this rank has stopped with all ranks, as its next one will."""
+        """Whether any worker of this rank has taken requests to stop with all ranks; its next worker will too."""
         self.asked = 0
         """The first signal that has asked all ranks to stop, or 0."""
         self.passed_on = 0
         """The first signal that has asked the program to stop, which handles it, or 0."""
         self._passed_on_at = 0.0
         self._stop_signal_at: float | None = None
-        """When the signal came for which it has stopped with all, or which came while it was leaving anyhow."""
+        """When the signal came for which the program stopped with all ranks, or that came while it was leaving."""
         self._first_at: dict[str, float] = {}
-        """Process -> when it has seen its first signal: the agent at once, a program only once Python reacts."""
+        """Process -> when it saw its first signal: the agent sees it at once, a program only once Python reacts."""
         self._unreached: Unreached | None = None
-        """What is waited for since Ctrl-C; None where that does not matter, or once the program has moved."""
+        """What is known of a program that has got Ctrl-C; None once the program has reacted, and for other signals."""
 
     @property
     def has_begun(self) -> bool:
@@ -85,19 +85,19 @@ class StopSignals:
 
     @property
     def are_taken(self) -> bool:
-        """Whether the program has signals do something else than what they do to any program."""
+        """Whether signals do not go to the program: it stops and saves with all ranks, or it is leaving."""
         return self._handling in (Handling.WITH_ALL, Handling.DONE)
 
     def worker_handles(self, handling: Handling) -> None:
         """Note what the worker does about signals from now on."""
         if self.are_taken and handling is Handling.BY_ITSELF:
             self._stop_signal_at = min(self._first_at.values(), default=self._stop_signal_at)
-            self._first_at.clear()  # it has stopped for that
+            self._first_at.clear()  # the program has stopped because of these signals
         self._handling = handling
         self._takes_stops |= handling is Handling.WITH_ALL
 
     def take(self, number: int, seen_by: str, here: int, again: str, now: float, *, restarts: bool) -> Stopped | None:
-        """Take a signal; returns the error that ends the rank at once, if any.
+        """Handle a signal; return the error that ends the rank at once, if the signal does.
 
         Args:
             seen_by: the process that has seen the signal.
@@ -108,7 +108,7 @@ class StopSignals:
         if number == SAVE:
             self._save(seen_by)
             return None
-        if self._handling is Handling.BY_ITSELF and not self._first_at:  # otherwise it came before the program began
+        if self._handling is Handling.BY_ITSELF and not self._first_at:  # otherwise one came before the program began
             return self._stop_program(number, again, now)
         is_early = self._handling is Handling.LOADING
         will_take_it = restarts and self._takes_stops
@@ -158,7 +158,7 @@ class StopSignals:
         return None
 
     def look(self, beat: Beat, now: float) -> str | Stopped | None:
-        """Return what all are to be told, or what ends this rank, because Ctrl-C does not reach the program."""
+        """Return the line for all ranks, or the error that ends this rank, if Ctrl-C does not reach the program."""
         wait = self._unreached
         if wait is None:
             return None
@@ -168,7 +168,7 @@ class StopSignals:
         if waited < SAID_AFTER:
             return None
         if not beat.inside or begun != wait.begun:
-            self._unreached = None  # Python has reacted, as the program would have it
+            self._unreached = None  # Python has reacted, in the way that the program chose
             return None
         where = f"in a collective, on {beat.place or 'no line of Python'}"
         if waited >= OUT_WITHIN:
@@ -180,7 +180,7 @@ class StopSignals:
         return None
 
     def stopped_by(self, exit_code: int | None, again: str, because_of: DdpManualError | None = None) -> Stopped | None:
-        """Return the error for a program that has ended itself with this exit code after a signal; None without one.
+        """Return the error for a program that ended with this exit code after a signal; None if it has got no signal.
 
         Args:
             exit_code: None if it has not ended within the time that it has.

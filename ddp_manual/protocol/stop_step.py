@@ -24,17 +24,17 @@ class StopStep:
         self._named: messages.StopAfter | None = None
 
     def ask(self, rank: int, number: int) -> None:
-        """Take that a signal has come to this rank."""
+        """Note that a signal has come to this rank, and ask all ranks for their steps if it is the first."""
         if not self._asked:
             self._send_to_all(messages.AskStep())
         self._asked.setdefault(rank, number)
 
     def take(self, rank: int, steps: int) -> None:
-        """Take how many steps a rank has done."""
+        """Note how many steps a rank has done."""
         self._done[rank] = steps
 
     def name(self, awaited: Collection[int]) -> None:
-        """Name the step once all have replied that are still awaited."""
+        """Send all ranks the step to stop after, once all ``awaited`` ranks have said how many steps they have done."""
         is_due = self._asked and self._named is None
         if is_due and self._done.keys() >= {*awaited}:
             number, ranks = next(iter(self._asked.values())), sorted(self._asked)

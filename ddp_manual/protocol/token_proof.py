@@ -47,7 +47,7 @@ class Seal:
         """Return the content.
 
         Raises:
-            Unsealed: it is not signed with this run's token for this purpose, or with one where the run has none.
+            Unsealed: it is not signed with this run's token for this purpose, or is signed and the run has no token.
             msgspec.MsgspecError: ``read`` cannot read it.
         """
         raw = bytes(message.content)
@@ -75,7 +75,7 @@ _read_anything: Read[dict[str, Any]] = reader_of(dict[str, Any])
 
 
 def claimed(message: Signed) -> dict[str, Any]:
-    """Return what a message says, without a look at its signature: a stranger is named as it names itself."""
+    """Return what a message says without checking its signature: a refused stranger is named as it names itself."""
     try:
         return _read_anything(bytes(message.content).decode())
     except (msgspec.MsgspecError, ValueError, RecursionError):

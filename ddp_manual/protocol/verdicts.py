@@ -27,16 +27,16 @@ from ddp_manual.protocol.stalls import Stall
 from ddp_manual.ranks_and_runs import LONGEST_TEXT, Beat, LastWords, RankInfo, RunInfo, Verdict
 from ddp_manual.wording import as_ranges, counted, in_words
 
-# All ranks find these at the same moment, with the same words.
+# Errors that all ranks find at the same moment, with the same words.
 FOUND_ALIKE = (ConfigMismatch.identifier, ReplicasDiffer.identifier)
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 def verdict_about(info: RankInfo, words: LastWords, *, judged: bool = True) -> Verdict:
-    """Make a verdict of the last words of a rank, or about it.
+    """Return a verdict about a rank with these last words.
 
     Args:
-        judged: whether the coordinator or the rank's agent says them, not its worker.
+        judged: whether they are from the coordinator or the rank's agent, not from its worker.
     """
     return Verdict(**asdict(words), rank=info.rank, host=info.host, pid=info.pid, judged=judged)
 
@@ -84,13 +84,13 @@ WITHOUT_PYTHON = "start it with --no_python, as --no_python python train.py: the
 def lost(
     info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: bool, stack: str, replaced: bool = False
 ) -> Verdict:
-    """Make the verdict that an agent sends whose worker has ended without a word.
+    """Return the verdict that an agent sends if its worker has ended without a word.
 
     Args:
         status: its exit code, or minus the signal's number; None if nobody could see that.
         oom: whether the kernel ended it because memory ran out.
         stack: the Python stack that a native crash has left.
-        replaced: whether its program had become another one, on rank 0.
+        replaced: whether its program had become another one by exec, on rank 0.
     """
     next = "look at its last lines"
     if status is None:
@@ -133,7 +133,7 @@ def stalled(
     again: str,
     cut: Sequence[Pair] = (),
 ) -> Verdict:
-    """Make the verdict about ranks that are alive, and do not come to the collective in which the others wait.
+    """Return the verdict about ranks that are alive, and do not come to the collective in which the others wait.
 
     Args:
         cut: the hosts that cannot connect to each other any more.
@@ -189,8 +189,8 @@ def stalled(
 
 
 def with_last_collectives(verdict: Verdict, last: Mapping[int, str]) -> Verdict:
-    """Add to the verdict about ranks that wait for each other what each of them has called last, ranks together that
-    called the same."""
+    """Return the verdict about ranks that wait for each other with a line for each last collective in ``last``, which
+    names all ranks that began it."""
     together: dict[str, list[int]] = {}
     for rank, words in last.items():
         together.setdefault(words, []).append(rank)

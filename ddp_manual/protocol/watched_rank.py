@@ -17,7 +17,7 @@ class WatchedRank:
     """When it last made progress: another phase, step or collective."""
     beat: Beat = field(default_factory=Beat)
     counts_since: tuple[int, float] | None = None
-    """The step, and when it was said, from which on steps count towards those that there are."""
+    """(Step, when the rank said it): the pace of its steps is counted from there; None if it does not say how many."""
     inside_since: float | None = None
     """Since when each heartbeat has said that it waits for others (``Beat.inside``); None while it does not."""
     went_on: float = -math.inf
@@ -37,7 +37,7 @@ class WatchedRank:
         return (beat.phase, beat.epoch, beat.step, beat.collectives, beat.operations, beat.unfinished)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return what its work will still take at the pace so far; None if that is not known."""
+        """Return the seconds that its work will still take at the pace so far; None if that is not known."""
         step, at = self.counts_since or (self.beat.step, now)
         done, left = self.beat.step - step, self.beat.steps - self.beat.step
         return left * (now - at) / done if done > 0 and left > 0 else None
@@ -49,7 +49,7 @@ class WatchedRank:
 
 
 def began_fewer(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    """Return whether one has begun fewer collectives than the other, in any process group that is in both."""
+    """Return whether ``one`` has begun fewer collectives than ``other``, in any process group that both have."""
     return any(group in other and count < other[group] for group, count in one.items())
 
 
