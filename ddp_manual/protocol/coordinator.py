@@ -442,7 +442,9 @@ class CoordinatorProtocol:
         """Whether the ranks at work can begin anew with others: none of them is lost, or has finished."""
         if self._watch.is_undecided or self._watch.health.has_finished():
             return False
-        return self._watch.health.late(self._now) is None  # the last messages of a late rank may be unread
+        # Otherwise the last messages of a rank may be unread, such as that it has finished.
+        heard_since = self._now - self._resumed_at > 2 * heartbeat_period(self.run)
+        return heard_since and self._watch.health.late(self._now) is None
 
     def _complete(self) -> None:
         """Send each rank its place, with which its worker begins: all ranks are here."""
@@ -613,7 +615,7 @@ class CoordinatorProtocol:
         elif self._works(rank):
             self._watch.health.leave(rank)
         elif why or not self.recovery.lost:
-            self._miss_again(rank, f"left again: {why}")
+            self._miss_again(rank, f"left again: {why or 'its work is done'}")
         else:  # it has done its work, while the others were to begin anew with it
             lost = next(iter(self.recovery.lost.values()))
             left = f"rank {rank} had done its work and has left, so the others cannot begin anew with it"

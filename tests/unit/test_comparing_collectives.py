@@ -182,11 +182,15 @@ def test_a_collective_that_breaks_is_blamed_on_the_rank_that_has_finished_before
     assert watch.failure and watch.failure.what == "rank 2 had finished while rank 1 was still in a collective"
 
 
-def test_of_a_silent_rank_the_ranks_are_the_victims_whose_collectives_break_and_who_close_their_groups() -> None:
+@pytest.mark.parametrize("broken", [(0, 1), (0,)])  # while rank 1 saves what it has
+def test_of_a_silent_rank_the_ranks_are_the_victims_whose_collectives_break_and_who_close_their_groups(
+    broken: Sequence[int],
+) -> None:
     watch, _ = watched(3, on_loss="wait")
     for rank, (begun, closed) in enumerate((({"0": 31}, {}), ({}, {"0": 30}), ({"0": 29}, {}))):
         watch.hear(rank, Beat(collectives=begun, closed=closed), 1.0)
-    for rank in (0, 1):
+    watch.hear(1, None, 8.0)
+    for rank in broken:
         fail(watch, rank, f"a.py:{rank}", judged=False)
         watch.hear(rank, None, 8.0)
     watch.check(8.0)
@@ -231,6 +235,9 @@ def test_groups_share_the_numbers_that_an_agent_replies_with() -> None:
     read.read()
     begun, _ = read.count({})
     assert [begun[f"g{identity}{BY_RECORDS}"] for identity in (1, 2)] == [100, 8_999]
+    for group, number in ((8_193, 5), (1, 101)):  # they share a place, which the later one keeps
+        collective_memory.write_number(memory, group, number)
+    assert [collective_memory.read_number(memory, group) for group in (1, 8_193)] == [None, 5]
     os.close(descriptor)
 
 

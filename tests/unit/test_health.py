@@ -266,6 +266,15 @@ def test_the_time_out_counts_of_the_group_that_ranks_wait_in_otherwise_the_longe
     assert (stall.waiting, stall.behind) == ([0], [1])
 
 
+def test_a_rank_that_waits_for_longer_in_another_group_is_not_behind() -> None:
+    timeouts = {"0": 25.0, "1": 120.0}
+    begun = ({"0": 2, "1": 1}, {"0": 1, "1": 1}, {"0": 1, "1": 1})
+    beats = [Beat(phase="running", collectives=counts, timeouts=timeouts, inside=True) for counts in begun]
+    beats[2] = replace(beats[2], inside=False)  # rank 1 waits for what it sends
+    stall = stall_after(beats, **OF_SCRIPT)
+    assert (stall.waiting, stall.behind, stall.longest.timeout) == ([0, 1], [2], 25.0)
+
+
 @pytest.mark.parametrize(
     ("counts", "says"),
     [

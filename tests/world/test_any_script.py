@@ -357,22 +357,29 @@ OPENS_AGAIN = """
 
 
 def test_ranks_open_their_group_again_although_one_of_them_is_late(start: Start, tmp_path: Path) -> None:
-    """torch would find the addresses of the group before, in the store that all of them meet at."""
+    """torch would find the addresses of the group before, in the store that all of them meet at. Some may be in a group
+    of their own first, and none of them in an RPC group, as in torch's tutorial of both."""
     script = write(
         tmp_path,
         "rounds.py",
         """
-        import time, torch, torch.distributed as dist
+        import os, time, torch, torch.distributed as dist, torch.distributed.rpc as rpc
+        rank = int(os.environ["RANK"])
+        if rank < 2:
+            dist.init_process_group("gloo", rank=rank, world_size=2)
+            dist.all_reduce(torch.ones(1))
+            dist.destroy_process_group()
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3)
+        rpc.shutdown()
         for late in range(3):
             dist.init_process_group("gloo")
-            rank = dist.get_rank()
             dist.all_reduce(torch.ones(1))
             time.sleep(late == rank)
             dist.destroy_process_group()
             time.sleep(late == 1 + rank)
         """,
     )
-    launched = start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path)
+    launched = start(*DDP_MANUAL, "launch", "--nproc", 3, script, cwd=tmp_path)
     assert launched.wait(60) == 0, launched.err
 
 
