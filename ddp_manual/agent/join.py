@@ -23,7 +23,7 @@ from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
 from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.rank_0_port import listen, refuse_loopback
-from ddp_manual.agent.to_type import status_command
+from ddp_manual.agent.to_type import shrink_command
 from ddp_manual.agent.torchrun_store import read_torchrun_address, write_torchrun_address
 from ddp_manual.agent.wait_for_rank_0 import Probe, find_rank_0
 from ddp_manual.agent.waiting_rank_0s import OwnRank0, hint, withdraw
@@ -300,7 +300,7 @@ class Join:
             step.detail = at(address, port)
         info = await self._describe_this_rank(address)
         run = self._task.describe_run(spec, info, address, self._command_for(None))
-        recovery = Recovery(spec.max_restarts, self._shrink_command, self._task.run_dir)
+        recovery = Recovery(spec.max_restarts, shrink_command(self._spec), self._task.run_dir)
         self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, recovery)
         await self.coordinator.serve(listener)
         self._log(f"listening at {step.detail}")
@@ -310,13 +310,6 @@ class Join:
             self._waits_here = OwnRank0(os.getpid(), info.host_id, address, port, spec.world_size, run.run_id)
             self._waits_here.announce()
         return str(address)
-
-    @property
-    def _shrink_command(self) -> str:
-        """The command that lets the run go on without the ranks that are missing."""
-        at_rank_0 = {name: getattr(self._spec, name) for name in ("master_addr", "master_port", "token_file")}
-        typed = {name: value for name, value in at_rank_0.items() if value != getattr(WorldSpec, name)}
-        return status_command(**typed, shrink=True)
 
     # -- hello --------------------------------------------------------------------------------------------------------
 

@@ -75,3 +75,10 @@ def status_command(**flags: Any) -> str:
     program, arguments = command_line.typed_command()
     own = program if arguments[:1] and arguments[0].isalpha() else ["ddp-manual"]
     return f"{shlex.join([*own, 'status'])} {as_flags(flags)}"
+
+
+def shrink_command(spec: WorldSpec) -> str:
+    """Return the command that lets a run go on without the ranks that are missing."""
+    at_rank_0 = {name: getattr(spec, name) for name in ("master_addr", "master_port", "token_file")}
+    typed = {name: value for name, value in at_rank_0.items() if value != getattr(WorldSpec, name)}
+    return status_command(**typed, shrink=True)

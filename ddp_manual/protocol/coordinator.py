@@ -27,7 +27,8 @@ from ddp_manual.protocol.lost_or_to_blame import BROKEN, OWN_CODE, SILENT, STACK
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, unreachable
 from ddp_manual.protocol.recovery import Recovery
-from ddp_manual.protocol.roll_call import Gathering, RollCall, Working
+from ddp_manual.protocol.roll_call import RollCall
+from ddp_manual.protocol.roll_call_states import Gathering, Working
 from ddp_manual.protocol.seat_states import Seat
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.token_proof import Seal

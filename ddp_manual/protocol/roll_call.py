@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -23,7 +22,7 @@ from ddp_manual.protocol.compatibility import SAID_ALIKE, mismatch_when_ready
 from ddp_manual.protocol.gpus_of_ranks import more_ranks_than_gpus, shared_gpu
 from ddp_manual.protocol.heartbeat_times import silent_after
 from ddp_manual.protocol.places import assign_places
-from ddp_manual.protocol.reachability import Probes
+from ddp_manual.protocol.roll_call_states import Gathering, Member, Over, Working
 from ddp_manual.protocol.seat_states import BEGUN_ANEW, GIVEN_UP, LEFT_OUT, LOADED, TAKEN, Seat
 from ddp_manual.ranks_and_runs import Place, RankInfo, Ready, RunInfo
 from ddp_manual.wording import MOST_RANGES, as_ranges, in_words
@@ -32,66 +31,6 @@ MOST_NAMED = 16
 # Processes whose refusal all ranks are told, within so many seconds: strangers could otherwise fill every terminal.
 MOST_REFUSALS = 16
 REFUSALS_WITHIN = 60.0
-# Seconds for ranks that are here to load torch, even from a slow file server.
-LOAD_WITHIN = 600.0
-
-
-@dataclass
-class Member:
-    """A rank that is here."""
-
-    info: RankInfo
-    heard: float
-    ready: Ready | None = None
-    has_worked: bool = False
-    """Whether it has gone on together with the others, with this rank 0."""
-
-
-@dataclass
-class Gathering:
-    """Ranks are missing or load torch, at the start or after a loss. Those that are missing have ``within`` seconds,
-    for which the clock stands still while all are here; then they have at least ``LOAD_WITHIN`` to load torch."""
-
-    missing_since: float
-    within: float
-    loading_since: float | None = None
-    probes: Probes | None = None
-    """The probes of the network, once all ranks are here."""
-
-    def tick(self, now: float, *, all_here: bool) -> float:
-        """Run the clock for missing ranks or, if all are here, for loading torch; return its seconds, of ``limit``."""
-        if all_here and self.loading_since is None:
-            self.loading_since = now
-        elif not all_here and self.loading_since is not None:  # a rank that comes and is lost restarts no clock
-            self.missing_since, self.loading_since = now - self.missing_for(now), None
-        return now - self.since
-
-    def missing_for(self, now: float) -> float:
-        """Return the seconds for which ranks were missing, without those in which all were here."""
-        return (now if self.loading_since is None else self.loading_since) - self.missing_since
-
-    @property
-    def since(self) -> float:
-        return self.missing_since if self.loading_since is None else self.loading_since
-
-    @property
-    def limit(self) -> float:
-        return self.within if self.loading_since is None else max(self.within, LOAD_WITHIN)
-
-
-@dataclass(frozen=True)
-class Working:
-    """All ranks have gone on together. A process that comes now is too late, unless ranks were left out."""
-
-    missing_for: float
-    """Seconds for which ranks were missing before."""
-
-
-@dataclass(frozen=True)
-class Over:
-    """Rank 0 leaves: nobody is admitted any more, and no end of a connection is a loss."""
-
-    was: Gathering | Working
 
 
 class RollCall:
