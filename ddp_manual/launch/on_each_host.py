@@ -156,7 +156,7 @@ class _Served:
         self._end_with_connection(END_WITHIN - SILENT_AFTER)
 
     def _take_signal(self, number: int) -> None:
-        """Pass on a signal that came to this host. If it asks to stop, the host may be going down, and its connection too."""
+        """Pass on a signal that came to this host. If it asks to stop, the host may be going down."""
         self._host_goes_down |= number != signal_handlers.SAVE
         self._signal(number)
 

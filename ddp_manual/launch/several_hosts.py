@@ -154,8 +154,8 @@ class HostedLaunch(Launch):
         return self.job.spec.on_loss != LEAVE and bool(self.at_work) and not stops
 
     def have_ended(self, ended: RanksOfHost) -> None:
-        """Handle the end of a host's ranks. Unless they were newcomers and another host is at work, the attempt is over,
-        and newcomers that still wait for a seat give up."""
+        """Handle the end of a host's ranks. Unless they were newcomers and another host works, the attempt is over, and
+        newcomers that still wait for a seat give up."""
         if not ended.is_newcomer or not self.at_work:
             self.over.set()
             for part in self.parts:
@@ -270,7 +270,7 @@ class RanksOfHost:
             launch.at_work.discard(self)
 
     async def _open_again(self) -> bool:
-        """Open another session; return False if the run is over, or ``rejoin_timeout`` has passed, before that works."""
+        """Open another session; return False if the run is over, or ``rejoin_timeout`` is over, before that works."""
         launch, name, ranks = self._launch, self.name, self.ranks_in_words
         cause, _ = self.session.why_ended()
         say(f"the connection to host {name} has ended, and {ranks} with it: {cause}")

@@ -275,7 +275,7 @@ class Session:
             *lines, rest = (rest + piece).split(b"\n")
             shown = []
             for line in lines:
-                # Before the first message, its line may have a login greeting; later, text before MARK is a rank's line.
+                # Before the first message, its line may have a login greeting; later, text before MARK is a rank's.
                 before, mark, message = line.partition(MARK)
                 if sink is sys.stdout and mark and not (before and self.hello):
                     self._take(message)
