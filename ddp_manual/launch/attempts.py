@@ -107,7 +107,7 @@ class Launch:
         rank, error = failed
         # With PeerGone all ranks only report that a peer is gone: none of them has failed itself.
         first = "the run has ended" if error.exit_code == PeerGone.exit_code else f"rank {rank} failed first"
-        why = "" if sys.stderr.isatty() else f": {in_short(error)}"  # the end of a file is read first
+        why = "" if sys.stderr.isatty() else f": {in_short(error)}"  # readers of a log file look at its end
         say(f"{first}, with exit code {error.exit_code}, after {took}{why}")
         its_files = error.exit_code == RunFilesError.exit_code and error.identifier != DiskFull.identifier
         if (has_saved or may_be_fixed(error)) and not its_files:  # for those the error says what to do

@@ -149,7 +149,7 @@ class HostedLaunch(Launch):
         return self.lost is None and super().may_start_again(error)
 
     def keeps_seats_of(self, lost: RanksOfHost) -> bool:
-        """Return whether the run goes on without this host: another is at work, no rank here failed, no signal came."""
+        """Return whether ``on_loss`` keeps this host's seats: another host works, no rank here failed, no signal."""
         stops = self.signalled or any(rank in lost.hosts.ranks for rank, _ in self.failed)
         return self.job.spec.on_loss != LEAVE and bool(self.at_work) and not stops
 
