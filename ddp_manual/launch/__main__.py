@@ -25,12 +25,12 @@ from ddp_manual.run_folder import new_run_id
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.world_options import WorldSpec
 
-# Seconds for a rank to stop in order, once the script is gone.
+# Seconds from the script's end to the second SIGTERM, which ends ranks that have not stopped after a step.
 WITHOUT_PARENT = 10.0
 
 
 class RanksOfFunction(Ranks):
-    """The ranks of this host that call a function; the script raises the error of the one that has failed first."""
+    """The ranks that call the function of ``spawn``; the script raises the error of the rank that failed first."""
 
     def task(self, spec: WorldSpec, config: TrainConfig | None, restarts: int) -> Task:
         again = "(spawn has started rank {rank} too: look at what it does)"
@@ -38,11 +38,11 @@ class RanksOfFunction(Ranks):
         return Task(program=self.job.program, command=again, launched=self.job.go_on, restarts=counts)
 
     def print_error(self, rank: int, error: DdpManualError, output: RankOutput) -> None:
-        """Print nothing."""
+        """Print nothing: ``spawn`` raises the error in the script."""
 
 
 async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
-    """Launch the ranks, and leave why the first has failed."""
+    """Launch the ranks; write to the call's folder which rank failed first, and why."""
     spec = call.spec
     with machine.reserved_port() as port:
         job = Job(spec=spec, run_id=spec.run_id or new_run_id(), run_dir=None, go_on=START_AGAIN, program=call.program)
@@ -61,7 +61,7 @@ async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
 
 
 def _stop_without_parent(started: Launch) -> None:
-    """Stop the ranks in order, and at once if that takes too long: the script has closed the pipe, or has ended."""
+    """Stop the ranks, and end them at once after WITHOUT_PARENT seconds: the script has ended or closed the pipe."""
     loop = asyncio.get_running_loop()
     loop.remove_reader(0)
     started.take_signal(signal.SIGTERM)

@@ -14,7 +14,7 @@ from ddp_manual.errors import BadOption
 NAME = re.compile(r"\w[\w.-]*")
 USER = re.compile(r"[^-\s@:,\[\]][^\s@:,\[\]]*")
 SLOTS = re.compile(r"0*[1-9][0-9]{0,6}")
-# The names of this machine on any machine.
+# The names by which every machine reaches itself.
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -54,7 +54,7 @@ def choose_hosts(hosts: str | None, hostfile: str | None) -> list[Host]:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Return the hosts of ``a:4,user@b,[fe80::1]:2``; one without a number has one rank.
+    """Return the hosts of ``a:4,user@b,[fe80::1]:2``; a host without a number has one rank.
 
     Raises:
         BadOption: an entry names no host or no number of ranks, or a host comes twice.
@@ -83,11 +83,11 @@ def parse_hosts(text: str) -> list[Host]:
 def read_hostfile(path: str) -> list[Host]:
     """Return the hosts of a hostfile as Open MPI and DeepSpeed have it: ``host slots=N`` on each line.
 
-    ``#`` begins a comment. As in Open MPI, a host without ``slots`` has one rank, or those of ``max_slots=M``, which is
-    otherwise only an upper bound.
+    ``#`` begins a comment. As in Open MPI, a host without ``slots`` has M ranks by ``max_slots=M``, or one rank without
+    that; beside ``slots``, ``max_slots`` is only an upper bound.
 
     Raises:
-        BadOption: the file cannot be read or names no host, or a line is something else, or a host comes twice.
+        BadOption: the file cannot be read or names no host, or a line has another form, or a host comes twice.
     """
     try:
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
@@ -174,13 +174,13 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _without_twins(found: Sequence[tuple[str, Host]], form: str) -> list[Host]:
-    """Return the hosts if each comes once, whatever its user.
+    """Return the hosts; raise BadOption if one comes twice, be it with another user.
 
     Open MPI adds up the lines that repeat a host without ``slots``, DeepSpeed refuses them. They are refused here too,
-    because the ranks of a host count in a row, and such a file may have meant another order.
+    because the ranks of a host are consecutive numbers, and such a file may mean another order.
 
     Args:
-        found: where each host was found, and the host.
+        found: for each host, the option or line that names it, and the host.
         form: how to write a host with all its ranks.
     """
     first: dict[str, tuple[str, Host]] = {}

@@ -1,7 +1,7 @@
 """What ``launch --hosts`` and its process on each host say to each other: this module is the whole list.
 
-Each message is a JSON object on a line: those to the host on the standard input of its process, those to the launcher
-on standard output, behind ``MARK``, between the lines of ranks.
+Each message is a line with a JSON object. The host's process reads messages from standard input; it writes messages to
+standard output, behind ``MARK``, between the lines of ranks.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from ddp_manual.ranks_and_runs import Count, LastWords, Port, Seconds
 from ddp_manual.wire import Read, local_reader_of, reader_of
 
 MARK = b"\x1eddp-manual "
-# Seconds. Each side says as often that it is alive, and gives up the other when nothing has come for so long.
+# Seconds. Each side sends Alive every ALIVE_EVERY, and gives up the other if nothing has come for SILENT_AFTER.
 ALIVE_EVERY = 1.0
 SILENT_AFTER = 5.0
-# Seconds from the last sign of the launcher to the end of a host's process, whatever it does: the kernel ends its
-# workers with it.
+# Seconds from the launcher's last sign of life to the end of a host's process, even if that process hangs; the kernel
+# ends its workers with it.
 END_WITHIN = 8.5
 
 
 class Alive(Message):
-    """Says nothing else; sent every second by each side."""
+    """A sign of life, without content; each side sends one every second."""
 
 
 class Order(Message):
-    """What the host is to start, and as which of the hosts; the launcher's first message."""
+    """The launcher's first message: what the host is to start, and which of the hosts of the run it is."""
 
     job: Job
     hosts: Hosts
     variables: Mapping[str, str]
-    """Those to set on the host."""
+    """The environment variables to set on the host."""
 
 
 class Begin(Message):
@@ -41,11 +41,11 @@ class Begin(Message):
     master_addr: str
     master_port: Port
     restarts: Count
-    """How often all ranks were started before."""
+    """How often all ranks were started again before."""
 
 
 class PassOn(Message):
-    """A signal to the launcher, which is meant for the ranks."""
+    """Pass on to the ranks a signal that the launcher has received."""
 
     number: int
 
@@ -55,7 +55,7 @@ class GiveUp(Message):
 
 
 class HostIsGone(Message):
-    """End the ranks in time, since another host is gone and the run does not go on without it."""
+    """End the ranks within this time: another host is gone, and the run does not go on without it."""
 
     name: str
     within: Seconds
@@ -79,9 +79,9 @@ class HostReady(Message):
     """The host can run its ranks."""
 
     code: Mapping[str, str]
-    """Part of the program -> digest of its source code there."""
+    """Part of the program -> digest of its source code on the host."""
     port: Port
-    """One that is free there for rank 0."""
+    """A port that is free on the host, should rank 0 be there."""
 
 
 class RankFailed(Message):

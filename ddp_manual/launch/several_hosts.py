@@ -43,7 +43,7 @@ from ddp_manual.terminal import say, width_of
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wording import in_words
 
-# Seconds from the loss of a session to the next try to open another one, by when the old one's ranks have ended.
+# Seconds from the loss of a session to each try to open another one. By then the ranks of the old session have ended.
 OPEN_AGAIN_AFTER = 5.0
 
 
@@ -51,7 +51,7 @@ class HostedLaunch(Launch):
     """A run of ranks on several hosts, with all attempts at it.
 
     Args:
-        variables: to be passed on to the hosts.
+        variables: the environment variables to pass on to the hosts.
     """
 
     def __init__(self, job: Job, hosts: Sequence[Host], remote: Remote, variables: Mapping[str, str]) -> None:
@@ -63,15 +63,15 @@ class HostedLaunch(Launch):
             RanksOfHost(self, host, Hosts(slots, number, by_ssh=True)) for number, host in enumerate(hosts)
         ]
         self.lost: DdpManualError | None = None
-        """Why the run ends, where it ends because a host is gone."""
+        """Why the run ends, if it ends because a host is gone."""
         self.at_work: set[RanksOfHost] = set()
         """The hosts whose ranks run."""
         self.over = asyncio.Event()
-        """Set once no lost host is waited for any more, in this attempt."""
+        """Set once this attempt is ending or a signal asks to stop: no host is prepared or waited for any more."""
         self._closing: list[asyncio.Future[None]] = []
 
     def run(self) -> int:
-        """Run to the end; returns the exit code of the rank that failed first, or 0.
+        """Run to the end; return the exit code of the rank that failed first, or 0.
 
         Raises:
             HostNotReady: before any rank was started. PeerLost: a host was lost. Stopped: by a signal.
@@ -149,13 +149,13 @@ class HostedLaunch(Launch):
         return self.lost is None and super().may_start_again(error)
 
     def keeps_seats_of(self, lost: RanksOfHost) -> bool:
-        """Return whether the run goes on without a host: it does if any other is at work, and nobody has stopped."""
+        """Return whether ``on_loss`` keeps this host's seats: another host works, no rank here failed, no signal."""
         stops = self.signalled or any(rank in lost.hosts.ranks for rank, _ in self.failed)
         return self.job.spec.on_loss != LEAVE and bool(self.at_work) and not stops
 
     def have_ended(self, ended: RanksOfHost) -> None:
-        """Take note that the ranks of a host have ended. Where they have worked the run is over, and nobody needs those
-        that still wait for a seat."""
+        """Handle the end of a host's ranks. Unless they were newcomers and another host works, the attempt is over, and
+        newcomers that still wait for a seat give up."""
         if not ended.is_newcomer or not self.at_work:
             self.over.set()
             for part in self.parts:
@@ -163,7 +163,7 @@ class HostedLaunch(Launch):
                     part.session.send(GiveUp())
 
     async def is_over_before(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Wait until the work is done; return whether the run was over before, and the work was cancelled."""
+        """Wait for the work, or cancel it once the attempt is over; return whether the attempt is over."""
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(work), asyncio.create_task(self.over.wait())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -183,7 +183,7 @@ class HostedLaunch(Launch):
             next=f"{remedy}\nthen start again:\n{whole(self.job.go_on)}",
         )
         was_stopped = any(rank in lost.hosts.ranks and error.identifier == "stopped" for rank, error in self.failed)
-        within = SAVE_WITHIN if was_stopped else lost.session.others_end_within  # a host that went down, and said so
+        within = SAVE_WITHIN if was_stopped else lost.session.others_end_within  # a host that goes down
         for part in self.parts:
             part.session.send(HostIsGone(lost.name, within))
             asyncio.get_running_loop().call_later(max(within, END_WITHIN) + 1, part.session.kill)
@@ -193,14 +193,14 @@ class HostedLaunch(Launch):
             if not self.signalled:
                 self._asked = time.monotonic()
             elif time.monotonic() - self._asked > signal_handlers.ONCE_WITHIN and not self._closing:
-                # Also those of hosts that take no signal any more.
+                # A second signal also closes the sessions of hosts that take no signal any more.
                 self._closing = [asyncio.ensure_future(part.session.close()) for part in self.parts]
             self.over.set()
         super().take_signal(number)
 
     def conclude(self) -> int:
         failed = first_of(self.failed)
-        # What a rank says because its peers are gone, or because its host has stopped it, follows from that.
+        # An error about gone peers, or about the stop of a rank by its host, is only a consequence of the lost host.
         of_lost = failed is None or failed[1].exit_code == PeerLost.exit_code or failed[1].identifier == "stopped"
         if self.lost is not None and of_lost and not self.signalled:
             raise self.lost
@@ -215,7 +215,7 @@ class RanksOfHost:
         self.ranks_in_words = in_words([[hosts.ranks[0], hosts.ranks[-1]]])
         self.has_saved = False
         self.is_newcomer = False
-        """Whether its session is not the first, and its ranks take the seats of those that were lost."""
+        """Whether its session replaces a lost one in this attempt, so that its ranks take the seats of lost ranks."""
         self._launch, self._host = launch, host
         self._new_session()
 
@@ -238,8 +238,8 @@ class RanksOfHost:
         self.session.send(PassOn(number))
 
     async def attempt(self, restarts: int, tell: Tell) -> None:
-        """Have the host start its ranks, and wait until they have ended. Where the run goes on without a lost host,
-        open another session once that is possible."""
+        """Have the host start its ranks, and wait until they have ended. If the run goes on without this host
+        after its loss, open another session as soon as that is possible."""
         launch, self.is_newcomer = self._launch, False
         while not await self._have_ended(restarts, tell):
             if self.is_newcomer and launch.over.is_set():
@@ -249,7 +249,7 @@ class RanksOfHost:
                 return
             if not await self._open_again():
                 return
-            # What ends a newcomer does not end the run: another rank may have its seat, or it cannot work there.
+            # A newcomer's error does not end the run: another rank may have its seat, or it cannot work on this host.
             self.is_newcomer, tell = True, lambda failure: None
         launch.have_ended(self)
 
@@ -270,7 +270,7 @@ class RanksOfHost:
             launch.at_work.discard(self)
 
     async def _open_again(self) -> bool:
-        """Open another session; return whether that went well before the run was over, or the time of the seats."""
+        """Open another session; return False if the run is over, or ``rejoin_timeout`` is over, before that works."""
         launch, name, ranks = self._launch, self.name, self.ranks_in_words
         cause, _ = self.session.why_ended()
         say(f"the connection to host {name} has ended, and {ranks} with it: {cause}")

@@ -61,10 +61,10 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
 
 
 def _launch(call: Call) -> None:
-    """Have a process launch the ranks, and pass signals on to it. It ends with this one, which has its standard input.
+    """Launch the ranks in a process that ends once this one closes its standard input; pass signals on to it.
 
     Raises:
-        PeerLost: it was killed.
+        PeerLost: that process has failed, or was killed.
     """
     word = f"folder={call.folder}"
     starting = start_python(Path(__file__).parent, [], [word], stdin=PIPE, start_new_session=True)
@@ -92,8 +92,8 @@ def _spec(nprocs: int, options: dict[str, Any]) -> WorldSpec:
 
 
 def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) -> None:
-    """Check that a new Python can find the function and call it in so many ranks; copying ``args`` checks the rest."""
-    function = getattr(train_fn, "func", train_fn)  # of a functools.partial
+    """Check that a new Python can find the function, and that nprocs is valid; ``Call.write`` checks the arguments."""
+    function = getattr(train_fn, "func", train_fn)  # the function of a functools.partial
     name = function.__qualname__ if isinstance(function, FunctionType) else ""
     main = sys.modules["__main__"]
     is_importable = getattr(main, "__spec__", None) or os.path.exists(getattr(main, "__file__", None) or "")

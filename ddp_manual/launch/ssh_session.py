@@ -39,8 +39,8 @@ from ddp_manual.wire import encode_local
 
 T = TypeVar("T")
 
-# A cut network ends ssh after 5 s. No shared connection is used nor begun: these intervals do not apply to it, its
-# process keeps the pipes of a session that was killed, and it would outlive the run.
+# With these intervals ssh ends 5 s after the network is cut. ssh uses and begins no shared connection: the intervals do
+# not apply to that, its process keeps the pipes of a killed session, and it would outlive the run.
 SSH_OPTIONS = (
     "BatchMode=yes",
     "ConnectTimeout=7",
@@ -54,11 +54,11 @@ READY_WITHIN = 60.0
 NO_FOLDER = 77
 # The options of ssh, as getopt has them.
 OF_SSH = "1246AaCfGgKkMNnqsTtVvXxYyB:b:c:D:E:e:F:I:i:J:L:l:m:O:o:P:p:Q:R:S:W:w:"
-# Those that ssh-copy-id has too, and those for which it has another one.
+# The options that ssh-copy-id has too, and those that it has only as -o SETTING=VALUE.
 OF_COPY_ID = ("-i", "-p", "-F", "-o")
 SETTINGS = {"-J": "ProxyJump", "-l": "User"}
 
-# What ssh says -> what that means, and what to do; {ssh} and {copy_id} are how to type them, {host} the host's name,
+# What ssh says -> what that means, and what to do; {ssh} and {copy_id} are these commands, {host} is the host's name,
 # {config} ssh's configuration file, {removal} the command that ssh itself names.
 SSH_SAYS = (
     ("Could not resolve hostname", "its name has no address", "correct the name, or give its HostName in {config}"),
@@ -79,7 +79,7 @@ SSH_SAYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """How to reach the hosts, and what they have."""
+    """How to reach the hosts, and which folder and Python to use there."""
 
     ssh: Sequence[str] | None
     """The ssh command; None: ``ssh``, and a child process on this machine for localhost."""
@@ -91,7 +91,7 @@ class Remote:
         """Return what was typed; folder and Python are by default the same as here.
 
         Raises:
-            BadOption: the folder is below the home of a user who is named.
+            BadOption: the folder begins with ``~`` and the name of a user.
         """
         if folder is not None and re.match("~[^/]", folder):
             raise BadOption(
@@ -109,18 +109,18 @@ class Remote:
         folder = '"$HOME"' + shlex.quote(self.folder[1:]) if at_home else shlex.quote(self.folder)
         script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {shlex.quote(self.python)} -m ddp_manual hosted"
         if self.ssh is None and host in LOCAL:
-            return ["sh", "-c", f"unset SSH_CONNECTION; {script}"]  # it is of another login
+            return ["sh", "-c", f"unset SSH_CONNECTION; {script}"]  # it describes another login
         options = [word for option in SSH_OPTIONS for word in ("-o", option)]
         return [*(self.ssh or ["ssh"]), *options, "-T", "-x", "--", host, f"sh -c {shlex.quote(script)}"]
 
     def words(self, host: str) -> dict[str, str]:
-        """Return what to type to reach a host, by the names in ``SSH_SAYS``, and ``copy`` for this folder."""
+        """Return what to type about a host, by the names in ``SSH_SAYS``; ``copy`` copies this folder to it."""
         program, *options = self.ssh or ["ssh"]
         ssh = shlex.join([program, *options])
         by = f"-e {shlex.quote(ssh)} " if options else ""
         user, at, address = host.rpartition("@")
         to = f"{user}{at}[{address}]" if ":" in address else host
-        # From the home, where a path begins that does not begin with a slash.
+        # Relative to the home: a path of rsync that does not begin with a slash begins there.
         folder = self.folder.removeprefix("~").removeprefix("/") or "." if self.folder[:1] == "~" else self.folder
         config = options[options.index("-F") + 1 :][:1] if "-F" in options else []
         return {
@@ -133,10 +133,10 @@ class Remote:
 
 
 def _for_copy_id(options: Sequence[str]) -> list[str]:
-    """Return what ssh-copy-id knows of options of ssh."""
+    """Return those options of ssh that ssh-copy-id knows, as it takes them."""
     try:
         given, _ = getopt.getopt(list(options), OF_SSH)
-    except getopt.GetoptError:  # of another program than ssh
+    except getopt.GetoptError:  # options of a program other than ssh
         return []
     kept = [(name, value) for name, value in given if name in OF_COPY_ID]
     kept += [("-o", f"{SETTINGS[name]}={value}") for name, value in given if name in SETTINGS]
@@ -195,7 +195,7 @@ class Session:
         """What ssh and the host have written to stderr; the lines of ranks are left out."""
         self.process: asyncio.subprocess.Process | None = None
         self._silent_for = 0.0
-        """Seconds, counted in signs of life of this side: the time in which this process was stopped does not count."""
+        """Seconds that the host is silent, counted by our signs of life: none counts while this process is stopped."""
         self._showing = 0
         """How many streams wait for the terminal, which may be held; nothing is read from them meanwhile."""
         self._was_silent = False
@@ -204,10 +204,10 @@ class Session:
         """Start the session and wait until the host is ready.
 
         Args:
-            code: of the program here, which the host is to have too.
+            code: part of the program -> digest of its source code here; the host is to have the same.
 
         Raises:
-            NotReady: it is not, and will not be.
+            NotReady: the host cannot run its ranks, or does not answer in time.
         """
         await self._start()
         self.send(order)
@@ -275,7 +275,7 @@ class Session:
             *lines, rest = (rest + piece).split(b"\n")
             shown = []
             for line in lines:
-                # A greeting may stand before the first message in its line; a rank's lines begin with the rank.
+                # Before the first message, its line may have a login greeting; later, text before MARK is a rank's.
                 before, mark, message = line.partition(MARK)
                 if sink is sys.stdout and mark and not (before and self.hello):
                     self._take(message)
@@ -287,7 +287,7 @@ class Session:
     def _take(self, line: bytes) -> None:
         try:
             message = read_from_host(line.decode())
-        except (msgspec.MsgspecError, ValueError):  # of another version of this package
+        except (msgspec.MsgspecError, ValueError):  # from another version of this package
             self.kill()
             return
         if not isinstance(message, Alive):
@@ -298,14 +298,14 @@ class Session:
         if sink is sys.stderr:
             own = [line for line in text if not line.startswith("[rank ")]
             self.said = "\n".join([self.said, *own])[-4000:]
-        if text and self.ready:  # what is said before is a greeting, or why the host is not ready
+        if text and self.ready:  # lines before that are a greeting, or say why it is not ready
             shown = "".join(f"[{self.host.name}] {line}\n" for line in text)
             self._showing += 1
             await asyncio.wrap_future(self._writer.submit(unread.write, shown, sink))
             self._showing -= 1
 
     async def _live(self, process: asyncio.subprocess.Process) -> None:
-        """Take what the session says until it has ended."""
+        """Read what the session writes, and send signs of life, until it has ended."""
         assert process.stdout and process.stderr
         copies = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
         copying = [asyncio.create_task(self._copy(stream, sink)) for stream, sink in copies]
@@ -316,7 +316,7 @@ class Session:
         self._messages.put_nowait(None)
 
     async def _keep_alive(self) -> None:
-        """Send signs of life, and end a session that gives none for ``SILENT_AFTER`` seconds while its ranks run."""
+        """Send signs of life; kill the session if its host, once ready, sends nothing for ``SILENT_AFTER`` seconds."""
         while True:
             await asyncio.sleep(ALIVE_EVERY)
             self.send(Alive())
@@ -337,12 +337,12 @@ class Session:
             stdin.write(encode_local(message))
 
     async def close(self) -> None:
-        """End the session: the end of standard input ends what is left on the host."""
+        """End the session: once standard input ends, the host's process ends what is left there."""
         if self.process is None:
             return
         assert self.process.stdin is not None
         self.process.stdin.close()
-        # Before its first word it may still wait for the host to answer.
+        # Before its Hello ssh may still wait for the host to answer: kill it at once.
         done, _ = await asyncio.wait([self._living], timeout=END_WITHIN if self.hello else 0)
         if not done:
             self.kill()

@@ -39,17 +39,17 @@ from ddp_manual.training import checkpoint_files
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.world_options import WorldSpec
 
-# Seconds until ranks stop waiting for a rank that has left.
+# Seconds after a rank has left until ranks that still wait for others to join give up.
 GIVE_UP_AFTER = 0.3
 
 
 def launch_here(job: Job, hosts: Hosts) -> int:
-    """Start the ranks of this host and wait for them: at the port that was chosen, otherwise at a free one if all ranks
-    are here. Returns the exit code of the rank that failed first, or 0.
+    """Start the ranks of this host and wait for them; return the exit code of the rank that failed first, or 0. They
+    meet at the port that was chosen; if none was and all ranks are here, at a free port.
 
     Raises:
-        BadOption, CheckpointMissing, BackendUnavailable: the ranks would find the same, one by one. Stopped: by a
-            signal, after all ranks have ended.
+        BadOption, CheckpointMissing, BackendUnavailable: the ranks cannot run here. Stopped: a signal has stopped
+            the ranks, and all have ended.
     """
     hosts.check(job.spec)
     job = prepared(job, hosts)
@@ -73,8 +73,8 @@ async def _run(job: Job, ranks: Ranks) -> int:
 
 
 def prepared(job: Job, hosts: Hosts) -> Job:
-    """Return the job as this host's ranks have it, once all is checked that they would find one by one; make the folder
-    of the run.
+    """Check once what every rank of this host would check, make the folder of the run, and return the job with the
+    options that this host's ranks get.
 
     Raises:
         BadOption, CheckpointMissing, BackendUnavailable: the ranks cannot run here.
@@ -91,7 +91,7 @@ def prepared(job: Job, hosts: Hosts) -> Job:
         by_hand.check_options(dataclasses.replace(job.spec, world_size=hosts.world_size), job.config)
     if job.run_dir is not None:
         resumes = job.config is not None and job.config.resume is not None
-        # A rank that takes the seat of a lost one finds the files of their run.
+        # A rank that takes the seat of a lost rank finds the files of its run in the folder.
         RunPaths(Path(job.run_dir)).create(resuming=resumes or job.spec.on_loss != LEAVE)
     return job
 
@@ -114,16 +114,16 @@ class Ranks:
         self._has_trained = False
         """Whether any attempt has taken a step."""
         self._said: set[tuple[str, ...]] = set()
-        """What ranks have said why they end, in this attempt."""
+        """The (identifier, what, why) of the errors that have ended ranks in this attempt."""
         self._lines: Counter[str] = Counter()
-        """How often each line is shown that all ranks are told."""
+        """Line that all ranks are told -> how often it was shown in this attempt."""
         self._is_stopping = self._passes_on = False
         """Whether a signal has asked all to stop; whether a signal is passed on just now."""
 
     @contextmanager
     def able_to_start(self) -> Iterator[None]:
-        """Have what starts the workers of this host in the body. Remove the run's folder after it if nobody has chosen
-        that and no rank has trained."""
+        """Have ``starter``, which starts the workers of this host, in the body. Remove the run's folder after the body
+        if the user has not chosen the folder and no rank has trained."""
         job, nproc = self.job, len(self.hosts.ranks)
         imports = forkable_imports(job.program) if job.program is not None else by_hand.TRAINING_IMPORTS
         program = job.program if job.program is not None else by_hand.TRAINING
@@ -154,8 +154,8 @@ class Ranks:
             try:
                 lives = zip(self.agents, outputs, strict=True)
                 await asyncio.gather(*(self._live(agent, output, tell) for agent, output in lives))
-                await left_behind.Children().end()  # those in sessions of their own may be any rank's
-            finally:  # before the logs are closed
+                await left_behind.Children().end()  # an orphan in a session of its own may be any rank's
+            finally:  # write all lines before the logs are closed
                 await asyncio.wrap_future(self._writer.submit(lambda: None))
         self._has_trained |= any(agent.protocol.has_trained for agent in self.agents)
 
@@ -225,8 +225,8 @@ class Ranks:
         output.print_error(self._without_way_on(error), shown=self._is_news(error))
 
     def _is_news(self, error: DdpManualError) -> bool:
-        """Return whether this terminal shows a rank's error: not what another rank shows, which has failed itself or
-        ends for the same reason, nor what ``launch`` says of a signal that has come to it."""
+        """Return whether to show a rank's error in this terminal. Do not show it if it is about another rank that shows
+        its own, if a rank has said the same, or if ``launch`` itself reports the signal that has stopped all."""
         identifier, _ = error.on_its_rank or (error.identifier, 0)
         shares_terminal = error.of_rank in self.hosts.ranks or (error.of_rank is not None and self.hosts.by_ssh)
         is_said = (error.identifier, error.what, error.why) in self._said
@@ -234,7 +234,7 @@ class Ranks:
         return not (is_said or shares_terminal or (self._is_stopping and identifier == Stopped.identifier))
 
     def _without_way_on(self, error: DdpManualError) -> DdpManualError:
-        """Leave it to ``launch`` to say how to go on, once."""
+        """Return the error without how to go on: ``launch`` says that once for all ranks."""
         again = from_last_checkpoint(self.job.go_on, self.job.run_dir or "")
         next = error.next.removesuffix(again).removesuffix("\nthen ").removesuffix(f"go on:\n{whole(self.job.go_on)}")
         said = copy.copy(error)
@@ -243,7 +243,7 @@ class Ranks:
 
     def take_signal(self, number: int) -> None:
         self._is_stopping |= number in signal_handlers.STOP
-        self._passes_on = number in signal_handlers.STOP  # launch says so for all
+        self._passes_on = number in signal_handlers.STOP  # no rank shows a line about it: launch says it for all
         # In our own training rank 0 saves for all.
         for agent in self.agents[: 1 if number == signal_handlers.SAVE and self.job.program is None else None]:
             agent.take_signal(number)
@@ -256,7 +256,7 @@ class Ranks:
         return bool(checkpoint_files.find(self._paths.checkpoints))
 
     def _to_go_on(self) -> TrainConfig | None:
-        """Resume from the newest checkpoint of this run; if it has none yet, from the checkpoint it began with."""
+        """Return options that resume from this run's newest checkpoint, otherwise from the one that it began with."""
         config = self.job.config
         begins_with_another = config is not None and config.resume is not None and not self.has_saved
         return config if config is None or begins_with_another else config.resumed()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.simulation.run import Run
 
 
-# The faults that need no rank to strike.
+# The faults that strike even if their rank does not run.
 OF_NO_RANK = ("garbage", "mute stranger", "type with", "type without the token", "listener", "name")
 
 
@@ -33,10 +33,10 @@ class Faults:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._awaited: set[int] = set()
-        """The faults that strike once a rank comes to what they wait for."""
+        """The numbers of the faults that strike once a rank comes to the state that they wait for."""
 
     def wait_for(self, number: int) -> None:
-        """Let a fault strike at its time; or, now that the fault before has had its turn, after what it waits for."""
+        """Let a fault wait for what it comes ``after``. A fault without that is scheduled already, by its time."""
         fault = self._run.plan.faults[number]
         if not fault.after:
             return
@@ -47,15 +47,15 @@ class Faults:
             self._awaited.add(number)
 
     def _is_at(self, rank: Rank, fault: Fault) -> bool:
-        """Return whether a rank is at what a fault waits for."""
+        """Return whether this is the rank that a fault waits for, in the state that the fault waits for."""
         is_that_rank = rank.number == fault.of and rank.belongs and rank.runs and rank.agent is not None
         return is_that_rank and type(rank.agent.protocol.state).__name__ == STATES.get(fault.after)
 
     def comes_to_another_state(self, agent: AgentProtocol) -> None:
-        """Let the faults strike that wait for this."""
+        """Let the faults strike that wait for the new state of this agent."""
         rank = next((rank for rank in self._run.ranks if rank.agent is not None and rank.agent.protocol is agent), None)
         if rank is None:
-            return  # it is being made
+            return  # this agent is still being made
         self._run.moments.hears(rank)
         if isinstance(agent.state, states.Looking):
             self._run.have_given_up.add(rank.number)
@@ -152,7 +152,7 @@ class Faults:
         def thaw() -> None:
             self._run.frozen_hosts -= {rank.host.number for rank in ranks} if "host" in fault.kind else set()
             for rank in ranks:
-                if rank.host_is_frozen:  # meanwhile
+                if rank.host_is_frozen:  # its host has been frozen meanwhile
                     continue
                 rank.process.go_on()
                 if rank.program is not None and "host" in fault.kind:
@@ -191,7 +191,7 @@ class Faults:
 
             def heal() -> None:
                 self._run.network.heal(cuts)
-                self._run.moments.look()  # at what gets through, before the next cut
+                self._run.moments.look()  # see who is reached again, before the next cut
                 for group in self._run.groups.values():
                     group.look()
 

@@ -1,4 +1,4 @@
-"""What must hold at the end of a simulated run, by the numbers of the design's list, and how well faults are named."""
+"""The invariants, by their numbers, that are checked at the end of a simulated run; and how well faults are named."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.simulation.rank import Rank
 from tests.simulation.run import Run
 from tests.simulation.worker import LEFT
 
-# Faults for which a rank has nothing to answer: the run goes on.
+# Faults after which the run goes on, so that no rank is to blame for them.
 HARMLESS = ("type twice", "wrong world size", "type without the token", "garbage", "mute stranger", "shrink")
-# Seconds of a pause that is no fault: less than peer_timeout, and than probes of rank 0's address and of hosts wait.
+# A pause of fewer seconds is no fault: peer_timeout, and the time-outs of probes of rank 0 and of hosts, are longer.
 SHORT = {"stop": 9.0, "freeze agent": 2.5, "freeze host": 2.5, "cut": 2.0, "cut one way": 2.0}
 
 # Seconds from what ends a process until every rank has left, or has said that it waits: see docs/faults.md.
@@ -29,7 +29,7 @@ STOPS_WITHIN = 5.0
 
 def is_fault(fault: Fault) -> bool:
     if fault.kind in HARMLESS:
-        return fault.rank == 0 and fault.kind == "wrong world size"  # it may be the first rank 0
+        return fault.rank == 0 and fault.kind == "wrong world size"  # that process may be the first rank 0
     return fault.seconds >= SHORT.get(fault.kind, 0.0)
 
 
@@ -38,15 +38,15 @@ def affected(run: Run, fault: Fault) -> set[int]:
     hosts = {run.plan.hosts[fault.rank]}
     if fault.kind in ("cut", "cut one way"):
         hosts.add(run.plan.hosts[fault.other])
-    elif "host" not in fault.kind and not run.plan.launched:  # a launch ends as a whole
+    elif "host" not in fault.kind and not run.plan.launched:  # a launch ends with all ranks of its host
         hosts.clear()
     ranks = {fault.rank, *(rank for rank, host in enumerate(run.plan.hosts) if host in hosts)}
-    # Once a frozen rank 0 goes on, those that have given it up meanwhile are gone for it.
+    # When a frozen rank 0 goes on, the ranks that have given it up meanwhile are gone for it.
     return ranks | run.have_given_up if fault.kind.startswith("freeze") and 0 in ranks else ranks
 
 
 def is_stuck_alone(rank: Rank) -> bool:
-    """Return whether a rank is stuck, and nobody waits for it who could say so: it is alone, or all are stuck."""
+    """Return whether a rank is stuck and no other rank waits for it to say so, since its whole group is stuck."""
     program = rank.program
     return (
         program is not None and program.group is not None and all(one.hangs for one in program.group.members.values())
@@ -54,7 +54,7 @@ def is_stuck_alone(rank: Rank) -> bool:
 
 
 def check(run: Run) -> None:
-    """Add to ``run.broken`` what does not hold at its end."""
+    """Add to ``run.broken`` the invariants that do not hold at the end of a run."""
     breaks = run.break_invariant
     plan = run.plan
     for error in run.loop.errors:
@@ -93,7 +93,7 @@ def check(run: Run) -> None:
     )
     recoverable = recoverable and run.began is not None
     lost = {fault.rank for _, fault in run.struck}
-    recoverable = recoverable and len(lost) < plan.ranks  # somebody is there all the time, with the state
+    recoverable = recoverable and len(lost) < plan.ranks  # one rank is there all the time, and holds the state
     first_finished = min((at for at in run.finished.values()), default=run.loop.now)
     if recoverable and all(
         fault.kind in RECOVERABLE
@@ -130,7 +130,7 @@ def check_time(run: Run, struck: float, fault: Fault) -> None:
         within += plan.peer_timeout + 1 if of_rank_0 else plan.stall_timeout + CONNECT_TIMEOUT + 1.2 * plan.step_seconds
     elif fault.kind == "hang":
         within += plan.stall_timeout + 1.2 * plan.step_seconds
-    elif fault.kind == "raise":  # before its next collective
+    elif fault.kind == "raise":  # a rank raises before its next collective
         within += 1.2 * plan.step_seconds
     elif fault.kind not in ("kill", "abort", "exit", "kill agent"):
         return
@@ -157,8 +157,8 @@ def check_what_is_held(run: Run, rank: Rank) -> None:
 
 
 def check_ways_out(run: Run) -> None:
-    """Check that nobody fails for another's way out or for silence, once all have done their work, nor leaves late. In
-    a run that keeps no seats any end of a worker ends all."""
+    """Check that, once all have done their work, no rank fails because another one ends or is silent, and none leaves
+    late. Without kept seats check only the latter: there the end of any worker ends all ranks."""
     harmless = {*HARMLESS, *SILENT} - {"stop"}
     struck = set[int]().union(*(affected(run, fault) for _, fault in run.struck if fault.kind not in harmless))
     for rank in run.ranks:
@@ -197,7 +197,7 @@ def check_signals(run: Run) -> None:
         late = rank.ended - at if rank.belongs and rank.ended is not None else 0.0
         if plan.script and late > STOPS_WITHIN + 2 * plan.saves:
             run.break_invariant(9, f"{rank.who} leaves {late:.1f} s after the first signal")
-    # One that comes before a step is done ends its rank, and one that comes as all finish finds nothing to stop.
+    # A signal before the first step is done ends its rank, and a signal as all finish finds nothing to stop.
     stops = 0 < step < plan.steps - 2 and all(len(rank.signals) == 1 for rank in asked)
     for rank in run.ranks if not plan.script else ():
         last = rank.program.step if rank.program is not None else 0
@@ -215,7 +215,7 @@ def _was_typed_twice(run: Run, rank: Rank) -> bool:
 
 
 def verdicts(run: Run, fault: Fault) -> list[Rank]:
-    """Return the ranks whose last line has to say what has ended them."""
+    """Return the ranks whose error has to name the fault; the affected ranks only if their error is about a peer."""
     ranks = affected(run, fault)
     return [
         rank
@@ -241,7 +241,7 @@ def names(run: Run, rank: Rank, fault: Fault) -> bool:
     ranks = affected(run, fault)
     hosts = {run.network.hosts[run.plan.hosts[number]].name for number in ranks}
     if fault.kind in ("cut", "cut one way"):
-        # Of so many hosts that not all pairs are tried, nobody knows between which two the network is cut.
+        # With so many hosts not all pairs are tried, so no rank knows between which two the network is cut.
         is_suspected = len(set(run.plan.hosts)) > ALL_PAIRS_UP_TO and "may be cut" in error.next
         if is_suspected or any(host in text for host in hosts):
             return True

@@ -1,7 +1,7 @@
-"""What must hold at every moment of a simulated run, by the numbers of the design's list.
+"""The invariants, by their numbers, that are checked at every moment of a simulated run.
 
-``Moments.look`` is called every half second of a run, ``watched`` looks at each message. What they compare is what the
-kernels, programs and people of the run know, and what rank 0's coordinator takes for true.
+``Moments.look`` is called every half second of a run, ``watched`` looks at each message. They compare what the
+kernels, programs and people of the run know with what rank 0's coordinator takes for true.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
     from tests.simulation.rank import Rank
     from tests.simulation.run import Run
 
-# Seconds until rank 0 has looked around, TCP has tried again after a cut, and somebody has looked here.
+# Seconds in which rank 0 checks its ranks again, TCP tries again after a cut, and ``look`` is called again.
 SLACK = 2.5
 # Seconds until rank 0 has heard that a rank which was lost works again.
 SAID_WITHIN = 1.0
-# Workers that an agent may start before a step is done: as many as a rank can come back to die within a time-out.
+# Workers that an agent may start before a step is done: so often can a rank come back and die within a time-out.
 MOST_WORKERS = 30
 # Seconds within which a rank that has lost rank 0 has found another one, if it is not cut off.
 COMES_BACK_WITHIN = 16.0
 
 
 class Moments:
-    """What is known of a run from one look to the next."""
+    """What is remembered of a run from one ``look`` to the next."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.unheard_since: dict[Rank, float] = {}
-        """The processes of which rank 0 can hear nothing: they have ended, are frozen, or are cut off."""
+        """Rank -> since when rank 0 can hear nothing of its process: it has ended, is frozen, or is cut off."""
         self.heard_since: dict[Rank, float] = {}
         self.shrunk: set[int] = set()
         """The ranks that an order to go on without them has left out, and that have not worked since."""
         self.worked: dict[int, float] = {}
-        """Rank -> when it has done a step last, of which rank 0 has heard."""
+        """Rank -> when it last did a step of which rank 0 has heard."""
         self.workers: Counter[Rank] = Counter()
-        """How many workers each agent has started since then."""
+        """How many workers each agent has started since the run last did a new step."""
         self.done_at: dict[Program, float] = {}
         """When the work of a program was done."""
         self._looked = 0.0
@@ -70,7 +70,7 @@ class Moments:
                 self.heard_since.pop(rank, None)
             if not reaches:
                 self._cut_off.add(rank)
-            elif rank in self._cut_off:  # what was on its way comes now
+            elif rank in self._cut_off:  # messages that were on their way come now
                 self._cut_off.remove(rank)
                 self.unheard_since.pop(rank, None)
             if rank.runs and not rank.process.frozen and reaches:
@@ -116,7 +116,7 @@ class Moments:
     # -- 8, 11, 13: as time goes by -----------------------------------------------------------------------------------
 
     def _seats_can_be_taken(self, zero: Rank) -> None:
-        """8: no rank counts as here whose process has ended, or was silent for too long."""
+        """8: rank 0 gives up the seat of a process that has ended, or was silent for too long."""
         shell = zero.agent._join.coordinator if zero.agent is not None else None
         coordinator = shell.protocol if shell is not None else None
         if coordinator is None or zero.errors or coordinator._watch.failure is not None:
@@ -137,9 +137,9 @@ class Moments:
         if run.finished or zero.errors or plan.on_loss == "shrink" or any(rank.signals for rank in run.ranks):
             return
         if any(rank.program is not None and rank.program.stopped for rank in run.ranks):
-            return  # where it loads torch, all have another time-out for that
+            return  # if it is loading torch, all ranks wait longer: LOAD_WITHIN
         missing = {*range(plan.ranks)} - heard
-        if missing - self._missed:  # the seat of a rank that was not lost before is kept for as long as any
+        if missing - self._missed:  # the seat of a newly lost rank is kept for the whole time
             self._missed |= missing
             self._missing_for = 0.0
         if missing:
@@ -151,20 +151,20 @@ class Moments:
             self._miss_anew()
 
     def _store_is_kept(self) -> None:
-        """13: rank 0's worker, whose work is done, keeps torch's store for those that still work."""
+        """13: once its work is done, rank 0's worker keeps torch's store for the ranks that still work."""
         for program in self.run.programs.values():
             if program.phase != AT_WORK or not program.alive or program.group is None or program.rank.errors:
                 continue
             holder = self.run.programs_by_store(program.group.store)
             if holder is None or holder.alive or holder.phase != LEFT or holder.rank.exit_code != 0 or holder.saves:
-                continue  # of one that was to end, nobody has the store
+                continue  # a worker that failed or was told to end need not keep it
             left, limit = holder.rank.ended or 0.0, math.inf if program.rank.is_script else LEAVE_TIMEOUT
             late = self.run.loop.now - left > SLACK and left - self.done_at[holder] < limit
             if late and program.rank not in self.unheard_since:
                 self.run.break_invariant(13, f"{program.rank.who} works, and rank 0 has left with torch's store")
 
     def started(self, rank: Rank) -> None:
-        """11: an agent does not start one worker after the other, none of which does a step."""
+        """11: an agent does not start more than MOST_WORKERS workers without a new step of the run."""
         self.workers[rank] += 1
         if self.workers[rank] > MOST_WORKERS:
             self.run.break_invariant(11, f"{rank.who} starts {self.workers[rank]} workers without a step in between")
@@ -183,7 +183,7 @@ class Moments:
     # -- 6: from where the run goes on --------------------------------------------------------------------------------
 
     def living_holders(self) -> list[Rank]:
-        """Return the ranks that have found rank 0, if they looked for it, and hold a state."""
+        """Return the ranks that hold a state and that rank 0 could hear long enough for them to have found it."""
         return [
             rank
             for rank, since in self.heard_since.items()
@@ -197,8 +197,8 @@ class Moments:
     # -- 10: who is left out ------------------------------------------------------------------------------------------
 
     def grouped(self, here: set[int]) -> None:
-        """10: where ranks work together without others, an order to leave those out is in force, and none of those is
-        on its way to a new rank 0."""
+        """10: if ranks work without others, those were left out by order or after their time was up, and none of those
+        is on its way to a new rank 0."""
         plan, left_out = self.run.plan, set(range(self.run.plan.ranks)) - here - self.shrunk
         if late := left_out & self._on_their_way():
             self.run.break_invariant(10, f"ranks {sorted(late)} are left out, which are on their way to the new rank 0")
@@ -209,8 +209,8 @@ class Moments:
             self.run.break_invariant(10, f"ranks {sorted(left_out)} are left out, which nobody has ordered")
 
     def _on_their_way(self) -> set[int]:
-        """Return the ranks that have worked under another rank 0, and that the new one still has to await, even if
-        they are frozen, as nobody has asked to stop."""
+        """Return the ranks that have worked under another rank 0 and that the new rank 0 still has to await, even if
+        they are frozen; none once a signal has asked to stop."""
         run = self.run
         zero = next((one for one in reversed(run.ranks) if one.number == 0 and one.belongs and one.runs), None)
         if zero is None or run.began is None or zero.typed < run.began or any(rank.signals for rank in run.ranks):
@@ -224,11 +224,11 @@ class Moments:
             for rank in run.ranks
             if rank.belongs
             and rank.generation >= 0
-            # What ends a rank is said to all, and it may be lost once more.
+            # A rank that ends tells all others, and its new process may be lost too.
             and not (rank.errors or not rank.runs or rank.leaves)
             and rank.agent is not None
             and (state := type(rank.agent.protocol.state)) in (states.Looking, states.Working)
-            and not (state is states.Working and self._has_been_with(zero, rank))  # and was lost again
+            and not (state is states.Working and self._has_been_with(zero, rank))  # it was back, and lost again
         }
 
     @staticmethod
@@ -264,10 +264,10 @@ def believed(agent: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def watched(run: Run) -> Iterator[None]:
-    """Check of each message that changes nothing whether it does."""
+    """Check that messages of old workers, and messages without the token, change nothing."""
     take, hear, enter = CoordinatorProtocol.take, SimulatedWorker.hear, AgentProtocol.enter
     works: dict[SimulatedWorker, Any] = {}
-    """Worker -> the record that its agent has of it."""
+    """Worker -> the record of its work that its agent had when the worker was first heard."""
 
     def unchanged(number: int, what: str, now: Callable[[], Any], act: Callable[[], None]) -> None:
         before = now()

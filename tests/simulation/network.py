@@ -16,15 +16,15 @@ from tests.simulation.virtual_time import PROCESS, Process, VirtualLoop
 
 # Bytes that the kernels of both hosts keep for a connection that nobody reads.
 IN_KERNELS = 400_000
-# Seconds after a cut has healed until TCP tries again.
+# The most seconds after a cut has healed until TCP tries again.
 TRIES_AGAIN = 1.5
 FIN, RESET = "fin", "reset"
-# Of what belongs to no process.
+# The context of callbacks that belong to no simulated process.
 EMPTY = Context()
 
 
 class Host:
-    """A machine with one address. The name of each resolves to it everywhere."""
+    """A machine with one address, to which its name resolves on all hosts."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -180,7 +180,7 @@ class Network:
         self.waiting: list[Stream] = []
         """The directions that are stopped by a cut."""
         self.cuts: set[tuple[int, int]] = set()
-        """(from, to) by the numbers of hosts."""
+        """The directions that are cut: (number of the sending host, number of the receiving host)."""
         self._healed = -TRIES_AGAIN
         self._ports = itertools.count(40_000)
 
@@ -215,7 +215,7 @@ class Network:
         return next((host for host in self.hosts if host.address == address), None)
 
     def listen(self, host: Host, address: str, port: int, process: Process | None) -> Listener | None:
-        """Return a listener at a port, any free one for 0; None if it is taken."""
+        """Return a listener at a port, for 0 at any free port; None if the port is taken."""
         port = port or next(self._ports)
         if (host.number, port) in self.listeners:
             return None
@@ -240,7 +240,7 @@ class Network:
             theirs.protocol = listener.factory()
             theirs.protocol.connection_made(theirs)
 
-        theirs.protocol = asyncio.Protocol()  # until the process has its turn
+        theirs.protocol = asyncio.Protocol()  # until ``accept`` is called in the process
         loop.call_soon(accept, context=theirs.context)
         ours.protocol = factory()
         ours.protocol.connection_made(ours)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Witness:
-    """What tells that a signal has come to the program too: as Ctrl-C does from a terminal."""
+    """In place of the agent's witness: only Ctrl-C at a terminal comes to the program too."""
 
     pid = 0
 
@@ -55,7 +55,7 @@ class Witness:
         return number == signal.SIGINT and not self._own_session
 
     def forget(self) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: this witness remembers no signal."""
 
     def close(self) -> None:
         """Do nothing: there is no process."""
@@ -67,7 +67,7 @@ def patched(run: Run) -> Iterator[None]:
     network, loop = run.network, run.loop
 
     class Output:
-        """What takes the lines of a rank under ``launch``."""
+        """Takes the lines of a rank under ``launch``."""
 
         def __init__(self, log: Any, rank: int, writer: Any) -> None:
             self._rank = rank
@@ -90,7 +90,7 @@ def patched(run: Run) -> Iterator[None]:
         return next(rank.host for rank in run.ranks if rank.process is process)
 
     def detail(begins: str, usual: str) -> str:
-        """Return what is different about the rank that is at work, if that begins so."""
+        """Return the ``detail`` of the running rank without ``begins``, or ``usual`` if it begins otherwise."""
         process = PROCESS.get()
         rank = next(rank for rank in run.ranks if rank.process is process)
         return rank.detail.removeprefix(begins) if begins and rank.detail.startswith(begins) else usual or rank.detail
@@ -133,7 +133,7 @@ def patched(run: Run) -> Iterator[None]:
         return f"no answer within {reachability.CONNECT_TIMEOUT:.0f} s: dropped"
 
     def resolve_in_thread(host: str, option: str = "master_addr") -> asyncio.Future[Any]:
-        """Look a name up: those of hosts have an address once the plan says so, an address is its own."""
+        """Look a name up: the name of a host has an address once ``run.resolves``; an address stays as it is."""
         named = next((one.address for one in network.hosts if one.name == host), host)
         unknown = MasterUnresolvable(
             f"rank 0's address {host!r} has no IP address",

@@ -1,4 +1,4 @@
-"""What people type: ranks, one after the other or with ``launch``, and those that were lost once more."""
+"""What people type: ranks, one after the other or with ``launch``, and lost ranks once more."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 PORT = 29500
-# How often a rank is typed again whose workers die one after the other.
+# How often a person types a rank again whose workers die one after the other.
 TYPES_DYING_AGAIN = 40
 PROGRAM = UsersProgram(kind="script", name="train.py")
-# Of the terminals in which ranks are typed.
+# The width of the terminals in which ranks are typed.
 COLUMNS = 80
 
 
@@ -45,7 +45,7 @@ def on_screen(line: str) -> str:
 
 
 class Writer:
-    """The thread that writes the output of ``launch``, at once."""
+    """In place of the thread that writes the output of ``launch``: it writes at once."""
 
     def submit(self, action: Callable[..., None], *arguments: Any) -> Future[None]:
         done: Future[None] = Future()
@@ -59,7 +59,7 @@ class People:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._launches: list[asyncio.Task[None]] = []
-        """Kept, also of hosts that lose their power: a task that nobody has is collected where it waits."""
+        """Kept, also for hosts that lose their power: Python collects a waiting task that nothing refers to."""
 
     def type_rank(
         self, number: int, host: Host, *, world_size: int | None = None, belongs: bool = True, detail: str = ""
@@ -68,7 +68,7 @@ class People:
 
         Args:
             belongs: whether it is one of the ranks that the plan types, or one typed again.
-            detail: what is typed besides, or is different on its host.
+            detail: a further option that is typed, or what is different on its host.
         """
         plan, world_size = self._run.plan, world_size or self._run.plan.ranks
         if host.number in self._run.frozen_hosts:
@@ -206,7 +206,7 @@ class People:
             worker._program.die(-signal.SIGKILL)
 
     def type_again_later(self, rank: Rank) -> None:
-        """Have a person type the command of a rank that was lost again, where the others wait for it."""
+        """Have a person type the command of a rank that was lost again, if the others wait for it."""
         plan = self._run.plan
         tries = [other for other in self._run.ranks if other.number == rank.number and other.belongs]
         in_vain = sum(other.exit_code == 11 for other in tries)  # rank 0 was not to be found

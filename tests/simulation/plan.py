@@ -14,20 +14,20 @@ OF_WORKERS = ("kill", "abort", "exit", "raise", "hang", "stop")
 OF_AGENTS = ("kill agent", "freeze agent")
 OF_HOSTS = ("host vanishes", "freeze host")
 OF_LINKS = ("cut", "cut one way")
-# After which a run that keeps seats goes on, if a person types what is missing.
+# Faults after which a run that keeps seats goes on, if a person types the missing ranks again.
 RECOVERABLE = ("kill", "abort", "kill agent", "freeze agent")
-# After which nobody hears of ranks that rank 0 takes to be here until then.
+# Faults that make ranks silent; rank 0 takes these ranks to be here until a time-out has passed.
 SILENT = ("stop", "freeze agent", *OF_HOSTS, *OF_LINKS)
 OF_PEOPLE = ("ctrl-c", "ctrl-c twice", "type twice", "wrong world size", "shrink")
 OF_STRANGERS = ("garbage", "mute stranger")
-# Of a rank whose workers die one after the other, and of a process that lacks the token which all others have.
+# Faults of a rank whose workers die one after the other, and of a process that lacks the token of all others.
 OF_FLAPPING = ("keep dying", "keep dying", "keep dying at work")
 OF_TOKENS = ("type without the token", "garbage")
-# What takes a rank away: its worker, its agent, or its host.
+# Faults that take away a rank's worker, its agent, or its host.
 LOSSES = ("kill", "abort", "kill agent", "kill agent", "freeze agent", "freeze host", "host vanishes", "host vanishes")
 # What a person asks of a run.
 REQUESTS = ("ctrl-c", "ctrl-c", "ctrl-c", "ctrl-c", "ctrl-c twice", "shrink")
-# What a rank comes to or is at, with the state of its agent (protocol/states.py); "again" is not one it is at.
+# What a rank does -> the state of its agent (protocol/states.py); for "again" it must come to that state anew.
 STATES = {
     "looks for rank 0": "Looking",
     "waits": "Waiting",
@@ -39,7 +39,7 @@ STATES = {
     "has left": "Left",
     "has ended": "Ended",
 }
-# Of a fault that strikes at the moment of the one before it, or so much later.
+# For a fault that strikes together with the fault before it, or some seconds later.
 THAT = "that"
 WORDS = {
     "kill": "SIGKILL ends the worker of rank {rank}",
@@ -82,20 +82,20 @@ LOAD_WITHIN = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that strikes at a moment: at a time, or while ranks deal with something, whenever that is."""
+    """Something that strikes a run: at a time, or when a rank comes to a state, whenever that is."""
 
     at: float
-    """Seconds from the beginning of the run; if ``after`` says what, from that."""
+    """Seconds from the beginning of the run, or from what ``after`` names."""
     kind: str
     rank: int
     other: int = 0
     """The second rank of a link."""
     seconds: float = FOR_EVER
-    """How long it lasts; of ``ctrl-c twice``, until the second one."""
+    """How long it lasts; ``ctrl-c twice``: until the second Ctrl-C; ``keep dying``: how long each worker lives."""
     detail: str = ""
     after: str = ""
-    """What the rank ``of`` comes to or is at, one of ``STATES``, once the fault before has had its turn; ``THAT``: when
-    that fault has."""
+    """One of ``STATES``: rank ``of`` is in that state, or comes to it, after the turn of the fault before;
+    ``THAT``: that fault has had its turn; "": nothing."""
     of: int = 0
 
     def __str__(self) -> str:
@@ -144,18 +144,18 @@ class Plan:
     launched: bool = False
     """Whether ``launch`` starts the ranks of each host, in place of a person who types each of them."""
     on_each_host: bool = False
-    """Whether a person types it on each host; otherwise one does for all hosts, by ssh."""
+    """Whether a person types ``launch`` on each host; otherwise a person types it once, and ssh reaches all hosts."""
     steps: int = 30
     step_seconds: float = 0.2
     hold_every: int = 1
     loads: tuple[float, float] = (0.5, 3.0)
-    """Between how many seconds a worker takes to load torch."""
+    """The least and the most seconds that a worker takes to load torch."""
     closes: tuple[float, float] = (0.01, 0.01)
-    """Between how many seconds a worker takes to close its process group, once all have done their work."""
+    """The least and the most seconds that a worker takes to close its process group, once all work is done."""
     works_on: float = 0.0
-    """Up to how many seconds the ranks of a program, without rank 0, work after their last collective."""
+    """The most seconds that the ranks of a program, except rank 0, work after their last collective."""
     saves: float = 0.0
-    """For how many seconds a program saves that gets SIGTERM, before it leaves in order; 0: the signal ends it."""
+    """Seconds for which a program that gets SIGTERM saves, before it leaves in order; 0: the signal ends it."""
     join_timeout: float = 40.0
     rejoin_timeout: float = 40.0
     stall_timeout: float = 20.0
@@ -164,7 +164,7 @@ class Plan:
     types_again: int = 3
     """How often a person types the command of a rank that was lost."""
     moves: bool = False
-    """Whether that is done on another host."""
+    """Whether a person types a lost rank again on another host."""
     token: bool = False
     """Whether all ranks have a token."""
     by_name: bool = False
@@ -263,7 +263,7 @@ class Plan:
         return cls(hosts=hosts, typed=typed, faults=tuple(faults), **values)
 
 
-# The time-outs of a plan, and its numbers, with the group that the first line has them in.
+# The time-outs of a plan; and what its first line says, with the group of that line's pattern.
 OPTIONS = ("join_timeout", "rejoin_timeout", "stall_timeout", "peer_timeout", "shrink_after")
 WORK: Sequence[tuple[str, Callable[[str], Any], int]] = (
     ("on_loss", str, 5),
@@ -322,7 +322,7 @@ def _with_more(chance: random.Random, plan: Plan, end: float) -> Plan:
     if dice < (0.5 if plan.launched else 0.06) and plan.on_loss != "leave":
         seconds = round(chance.choice((0.3, 2.0, chance.uniform(0.3, 8))), 1)
         more = Fault(at=at, kind=chance.choice(OF_FLAPPING), rank=rank, seconds=seconds)
-        plan = replace(plan, step_seconds=min(plan.step_seconds, 0.2))  # a step is done before it is back
+        plan = replace(plan, step_seconds=min(plan.step_seconds, 0.2))  # so that a step is done before the rank is back
     elif dice < 0.12:
         more = Fault(at=at, kind=chance.choice(OF_TOKENS), rank=max(rank, 1))
         plan = replace(plan, token=True)
@@ -336,7 +336,7 @@ def _with_more(chance: random.Random, plan: Plan, end: float) -> Plan:
 
 
 def _chains(chance: random.Random, plan: Plan, count: int, end: float) -> tuple[Fault, ...]:
-    """Draw faults: each strikes at any moment, or while the ranks still deal with the one before."""
+    """Draw faults: each strikes at any moment, or while the ranks still deal with the fault before it."""
     chains: list[list[Fault]] = []
     for _ in range(count):
         kind, rank = chance.choice(_kinds(plan)), chance.choice((0, *range(plan.ranks)))
@@ -350,15 +350,15 @@ def _chains(chance: random.Random, plan: Plan, count: int, end: float) -> tuple[
 
 
 def _moment(chance: random.Random, plan: Plan, end: float) -> tuple[float, str]:
-    """Draw a moment: any, one while the rank waits or works, or one as all have finished."""
+    """Draw when a fault strikes: at any time, while its rank waits or works, or as all have finished."""
     after = chance.choice(("", "", "waits", "waits", "works", "works", "closes"))
     until = {"": end, "waits": 4.0, "works": plan.steps * plan.step_seconds, "closes": plan.closes[1]}[after]
     return chance.uniform(0 if after else 0.1, until), after
 
 
 def _amid(chance: random.Random, plan: Plan, before: Fault, kind: str, rank: int) -> Fault:
-    """Draw a fault that strikes while the ranks deal with the one before: just after that, or when a rank that goes on,
-    or one that is typed again, comes to what follows."""
+    """Draw a fault that strikes while the ranks deal with the fault before it: just after that fault, or when a rank
+    that goes on, or is typed again, comes to one of its next states."""
     at = chance.choice((chance.uniform(0, 0.1), chance.uniform(0, 1), chance.uniform(0, 4)))
     if plan.on_loss == "leave":
         return _fault(chance, plan, kind, rank, at, THAT)
@@ -378,7 +378,7 @@ def _while_lost(chance: random.Random, plan: Plan) -> Plan:
     first, second, third = (chance.choice(LOSSES) for _ in range(3))
     if chance.random() < 0.7:
         second = chance.choice(REQUESTS)
-        # With rank 0 all that was asked is lost, and awaited by nobody.
+        # If rank 0 is one of the two, it is lost first: with it a request would be lost, and awaited by nobody.
         lost, other = (other, lost) if other == 0 else (lost, other)
     if chance.random() < 0.5:  # the work lasts until a silent rank is noticed
         plan = replace(plan, steps=40, step_seconds=1.0)
@@ -393,7 +393,7 @@ def _while_lost(chance: random.Random, plan: Plan) -> Plan:
 
 
 def _while_late(chance: random.Random, plan: Plan) -> Plan:
-    """Let rank 0 be lost while another rank is frozen, which notices it later than the others do."""
+    """Let rank 0 be lost while another rank is frozen, which notices the loss later than the others do."""
     late, seconds = chance.randrange(1, plan.ranks), round(chance.uniform(2.0, 6.0), 2)
     freezes = Fault(at=round(chance.uniform(0, 2), 3), kind="freeze agent", rank=late, seconds=seconds, after="works")
     lost = Fault(at=round(chance.uniform(0, 1), 3), kind="kill agent", rank=0, after=THAT)
@@ -408,7 +408,7 @@ def _kinds(plan: Plan) -> list[str]:
 
 def _fault(chance: random.Random, plan: Plan, kind: str, rank: int, at: float, after: str) -> Fault:
     """Complete a fault: how long it lasts, and between which hosts."""
-    if kind in OF_HOSTS and len(set(plan.hosts)) == 1:  # with which the run would be gone
+    if kind in OF_HOSTS and len(set(plan.hosts)) == 1:  # the run would be gone with its only host
         kind = "freeze agent" if kind == "freeze host" else "kill agent"
     seconds = FOR_EVER
     if kind in ("stop", "freeze agent", "freeze host", "cut", "cut one way"):

@@ -26,7 +26,7 @@ SEED = 900_000
 
 
 class Planted(NamedTuple):
-    """A fault: the old text, which is there once in what decides, is replaced."""
+    """A fault: ``new`` replaces ``old``, a text that the package has exactly once."""
 
     name: str
     old: str
@@ -34,10 +34,10 @@ class Planted(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What the simulator has said of a planted fault."""
+    """What the simulator has said about a planted fault."""
 
     runs: int | None
-    """Until it was found; None: it was missed."""
+    """How many runs it took to find the fault; None: the simulator missed it."""
     said: str
 
     @property
@@ -203,13 +203,13 @@ def found_by(planted: Planted, runs: int) -> Finding:
 
 
 def plant(planted: Planted, copy: Path) -> None:
-    """Change the place of a fault in a copy of the package."""
+    """Put a fault into a copy of the package."""
     file = place_of(planted, copy)
     file.write_text(file.read_text(encoding="utf-8").replace(planted.old, planted.new), encoding="utf-8")
 
 
 def place_of(planted: Planted, repository: Path) -> Path:
-    """Return the only file that has the place of a fault, which is there once."""
+    """Return the file with the text that a fault replaces; the package must have that text exactly once."""
     files = [*(repository / "ddp_manual").glob("*/*.py")]
     there = [path for path in files for _ in range(path.read_text(encoding="utf-8").count(planted.old))]
     assert len(there) == 1, f"{planted.name}: its place is {len(there)} times there"

@@ -32,7 +32,7 @@ class Rank:
     ended: float | None = None
     exit_code: int | None = None
     generation: int = -1
-    """The last one in which a worker of it was placed."""
+    """The last generation in which one of its workers was placed; -1: none was."""
     killed: bool = False
     """Whether it has ended without a word, with its host or by a signal that nobody handles."""
     belongs: bool = True
@@ -41,9 +41,9 @@ class Rank:
     held: HeldState | None = None
     workers: list[SimulatedWorker] = field(default_factory=list)
     signals: list[tuple[float, int]] = field(default_factory=list)
-    """When its agent has got a signal, and how far the run was."""
+    """For each signal to its agent: when it came, and the last step that the run had done."""
     insists: bool = False
-    """Whether a second one has come while it still worked."""
+    """Whether a second signal has come while it still worked."""
 
     @property
     def is_script(self) -> bool:

@@ -69,7 +69,7 @@ class Run:
         """Step -> the generation that was the last to do it."""
         self.moments = Moments(self)
         self.dying: dict[int, float | None] = {}
-        """The ranks whose workers die one after the other: so many seconds after each has started; None: at work."""
+        """Rank -> how many seconds after its start each of its workers dies; None: as soon as it begins to work."""
         self.have_given_up: set[int] = set()
         """The ranks that have looked for another rank 0."""
         self._pids = itertools.count(1000)
@@ -110,7 +110,7 @@ class Run:
             self.break_invariant(5, f"{program.rank.who} joins a group of another generation")
         here = {member.rank.number for member in group.members.values()}
         if not here and not any(rank.runs and rank.generation >= 0 for rank in self.ranks):
-            self.line.clear()  # nobody knows of a run that was before
+            self.line.clear()  # no rank knows of an earlier run
         if program.generation <= program.rank.generation:
             self.break_invariant(5, f"{program.rank.who} begins generation {program.generation} once more")
         if program.rank.generation >= 0:
@@ -124,7 +124,7 @@ class Run:
             program.later(0.0, partial(program.die, -signal.SIGKILL))
 
     def newest_moment(self, group: Group) -> Moment | None:
-        """Return the newest moment that a living holder has; one that comes while all stop is not waited for."""
+        """Return the newest moment that a living rank holds; while all stop, only ranks of this group count."""
         ranks = {rank for rank in group.opened_by if rank.runs}
         if not any(rank.signals for rank in self.ranks):
             ranks |= {*self.moments.living_holders()}
@@ -137,8 +137,8 @@ class Run:
             self.break_invariant(6, f"{program.rank.who} goes on from step {step}, {newest} is held")
 
     def check_kill(self, program: Program) -> None:
-        """Check that a program which waits on its way out is let go, in place of killed, where its rank goes on or no
-        other one is left."""
+        """Check that a program which waits on its way out is told to go, and not killed, if its rank goes on or no
+        other rank is left."""
         rank = program.rank
         others = [other for other in self.ranks if other is not rank and other.belongs]
         is_last = all(other.ended is not None for other in others) and self.network.all_has_come
@@ -154,7 +154,7 @@ class Run:
         alive = program.group is not None and len(program.group.members) == program.group.size
         if before > program.generation and alive:
             self.break_invariant(5, f"{program.rank.who} does step {program.step} in generation {program.generation}")
-        if alive:  # otherwise this one is behind
+        if alive:  # otherwise this program is behind
             self.moments.stepped(program)
         self.line[program.step] = max(before, program.generation)
 

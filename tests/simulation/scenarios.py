@@ -29,7 +29,7 @@ def play(path: Path) -> tuple[str, list[str]]:
 
 
 def quoted_anew(document: str) -> str:
-    """Return the text of a document in which each quote says what the rank prints now: its error, or all."""
+    """Return the text of a document in which each quote says what the rank prints now: its error, or all its lines."""
 
     def anew(quote: re.Match[str]) -> str:
         text = (FOLDER / quote[4]).read_text(encoding="utf-8").partition(LINE)[2]

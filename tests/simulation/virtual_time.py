@@ -13,12 +13,12 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
-# The clock begins at some time of day, which messages show.
+# The time of day at which the clock begins; messages show times of day.
 EPOCH = 1_750_000_000.0
 
 
 class Deadlock(Exception):
-    """Nothing is scheduled any more, and somebody still waits."""
+    """No callback is scheduled any more, but a task still waits."""
 
 
 class Process:

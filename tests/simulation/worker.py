@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.simulation.rank import Rank
     from tests.simulation.run import Run
 
-# Seconds that our training takes after it has left, as to close its trackers.
+# Seconds that our training takes after it has left, for example to close its trackers.
 UPLOADS = 0.4
 LOADING, WAITING, AT_WORK, LEFT = "loading", "waiting", "at work", "left"
 
@@ -46,19 +46,19 @@ class HeldState:
 
 
 class Group:
-    """A process group: those that have opened it with the same store."""
+    """A process group: the programs that have opened it with the same store."""
 
     def __init__(self, run: Run, store: tuple[str, int], size: int, generation: int) -> None:
         self.run, self.store, self.size, self.generation = run, store, size, generation
         self.members: dict[int, Program] = {}
         self.opened_by: set[Rank] = set()
-        """Also those whose process has ended since, whose agent holds what it has held."""
+        """The ranks that have opened it, also those whose process has ended since: their agents hold its state."""
         self.done: set[int] = set()
         """The ranks that have done their work."""
         self._arrived: dict[str, dict[int, tuple[Program, int, Callable[[int], None]]]] = {}
         self.broken = False
         self.newest: Moment | None = None
-        """The newest state that anybody held when it was given to all."""
+        """The newest state that any rank held when the state was given to all."""
 
     def arrive(self, program: Program, what: str, brings: int, go_on: Callable[[int], None]) -> None:
         """Take part in a collective; ``go_on`` is called with the largest number that any rank has brought."""
@@ -112,7 +112,7 @@ class Program:
         self.place: dict[str, Any] = {}
         self.step = self.generation = 0
         self.first_step: float | None = None
-        """When it has done one."""
+        """When it had done its first step."""
         self.interrupted = 0
         self.stops_after: from_agent.StopAfter | None = None
         """The step of its own after which all stop."""
@@ -136,12 +136,12 @@ class Program:
 
     @property
     def has_left_by_itself(self) -> bool:
-        """Whether its work is done, which nobody has stopped."""
+        """Whether it has left because its work is done, and not because something stopped it."""
         return self.phase == LEFT and not self.saves and self._stopped_with is None
 
     @property
     def waits_for_its_agent(self) -> bool:
-        """Whether it is on its way out, and may not go yet."""
+        """Whether it is on its way out, and waits until its agent lets it go."""
         return self.rank.is_script and self.alive and self._is_on_its_way_out and not self._may_go
 
     # -- as its kernel sees it ----------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Program:
             self.later(0, action)
 
     def die(self, status: int, after: float | None = None) -> None:
-        """End, with an exit code or by minus a signal; the agent may see that before or after the last message."""
+        """End with an exit code, or by a signal (minus its number); the agent may see that before the last message."""
         if not self.alive:
             return
         self.alive = False
@@ -310,7 +310,7 @@ class Program:
         self._after_a_step()
 
     def _after_a_step(self) -> None:
-        """Stop with all ranks if a signal has asked for it; one that is asked waits until the step is named."""
+        """Stop with all ranks if a signal has asked for it; a program asked for its step waits for the answer."""
         stop = self.stops_after
         if stop is None and self._is_asked and not self.rank.is_script:
             self._waits_for_step = True
