@@ -190,7 +190,7 @@ def _some_script(folder: Path) -> str:
 
 
 def _meant(path: Path) -> str:
-    """Ask for a script with a similar name; "" if there is none."""
+    """Return a question that names a script with a similar name; "" if there is none."""
     names = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
     return f"did you mean {path.parent / close[0]}?" if close else ""
