@@ -56,7 +56,7 @@ def withdraw(pid: int) -> None:
 
 
 def hint(spec: WorldSpec, *, of_any_size: bool = False) -> str:
-    """Say where on this host a rank 0 of this user waits for as many ranks, at another address; "" if none waits."""
+    """Say where on this host a rank 0 of this user waits elsewhere for as many ranks as ``spec`` has; "" if none."""
     for one in _announced():
         is_elsewhere = (one.address, one.port) != (spec.master_addr, spec.master_port)
         if is_elsewhere and (of_any_size or one.world_size == spec.world_size):

@@ -38,7 +38,7 @@ LAST_LINES_WITHIN = 1.0
 # Seconds that a program has to handle SIGTERM after another rank has failed.
 TERM_GRACE = 5.0
 KILLED_WITHIN = 10.0
-# Seconds in which a script notices the verdict, and then ends by itself: what it does as it ends has its own limits.
+# Seconds in which a script whose collective breaks notices the verdict, and then ends: what it does there has limits.
 GRACE = 0.7
 WAY_OUT = 10.0
 ANSWER_WITHIN = 0.5
@@ -120,7 +120,7 @@ class Worker:
             case from_worker.RecordsMemory():
                 try:
                     self.records.open(self.pid, message.descriptor, message.complete, message.compared)
-                except (OSError, ValueError) as error:  # it has ended, and its last words follow; or no such memory
+                except (OSError, ValueError) as error:  # it ended: its last words follow; ValueError: no such memory
                     take(from_worker.NotCompared(str(error)))
             case from_worker.ProgramBegins():
                 self.hears = message.hears
