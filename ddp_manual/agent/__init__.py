@@ -1,1 +1,1 @@
-"""A rank's life seen from outside: it joins, watches its worker, and says why the run ends. No torch below here."""
+"""The agent of a rank: it joins the run, watches its worker, and says why the run ends. Nothing here imports torch."""

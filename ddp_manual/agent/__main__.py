@@ -24,7 +24,7 @@ from ddp_manual.world_options import WorldSpec
 
 @unread.never_block()
 def main(channel: int, faults: int) -> None:
-    """Serve the script at the other end of ``channel`` until it has left, or was told why the run ends."""
+    """Serve the script at the other end of ``channel`` until the script has left, or was told why the run ends."""
     for number in (*signal_handlers.handled(), signal_handlers.SAVE):  # the script alone handles signals
         signal.signal(number, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal_handlers.BLOCKED_AT_START)
@@ -42,12 +42,12 @@ async def _run(attach: Attach, connection: socket.socket, faults: int) -> None:
     task = Task(
         run_dir=attach.run_dir,
         command=script_command(spec, attach.typed),
-        # Without arguments: a script may say in any way which rank it is, such as "python script.py 0".
+        # Without arguments: these may say which rank a script is, as in "python script.py 0", and so differ.
         source=Program(kind=SCRIPT, name=attach.script) if attach.script else None,
         attempt=attach.attempt,
     )
     worker = AttachedWorker(attach.pid, connection, faults, terminal.print_error)
-    # ``worker`` shows the error: the script raises it as an exception, or else it is printed.
+    # The agent prints no error: the script raises it as an exception, otherwise ``worker`` prints it.
     await Agent(spec, task, start_worker=lambda held: worker, log=terminal.log, print_error=lambda error: None).run()
 
 

@@ -31,12 +31,12 @@ PrintError = Callable[[DdpManualError], None]
 TRAINING = Program(
     kind=MODULE, name="ddp_manual.training", prepare="ddp_manual.training.program:prepare", ends_at_once=True
 )
-# What it imports besides torch, which a process that forks workers has before.
+# What a process that forks workers for TRAINING imports besides torch, before the first fork.
 TRAINING_IMPORTS = ("ddp_manual.training.program",)
 
 
 def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = None) -> Task:
-    """Return the task of training as one rank; what needs no torch is checked here.
+    """Return the task of training as one rank, after all checks that need no torch.
 
     Args:
         launched: the command that resumes the run, if ``launch`` starts its ranks.
@@ -73,9 +73,9 @@ def program_task(
     """Return the task of running a user's own program as one rank.
 
     Args:
-        run_dir: where the run leaves why a rank has failed; None: nowhere.
+        run_dir: the folder into which each rank that fails writes why; None: no rank writes a file.
         launched: the command that starts all ranks again, if ``launch`` starts them.
-        restarts: how often the ranks were started again, and how often they may be.
+        restarts: how often the ranks were started again, and how often they may be started again.
     """
     return Task(
         options={"command": ("run", "command")},
@@ -133,7 +133,7 @@ def train_by_hand(spec: WorldSpec, config: TrainConfig) -> Ended:
     """
     terminal.log_to_stderr(spec.rank, over_bar=True)
     task = training_task(spec, config)
-    if config.no_ddp:  # it has no others, for which a port would have to be known
+    if config.no_ddp:  # there are no other ranks, which would have to know the port
         spec = dataclasses.replace(spec, master_port=0)
     if spec.source("world_size") == "default" and not config.no_ddp:
         terminal.log("no --world_size was given: this rank trains alone (of two, one has --world_size 2 --rank 0)")
@@ -142,7 +142,7 @@ def train_by_hand(spec: WorldSpec, config: TrainConfig) -> Ended:
 
 
 def _say_rank_0_by_default(spec: WorldSpec) -> None:
-    """Say which rank this is where nobody has said it; the commands of the others come once rank 0 waits for them."""
+    """Say that this is rank 0 if no option names its rank; it prints the others' commands once it waits for them."""
     if spec.world_size > 1 and spec.source("rank") == "default":
         others = "--rank 1" if spec.world_size == 2 else f"--rank 1 to {spec.world_size - 1}"
         terminal.log(f"no --rank was given: this is rank 0 of {spec.world_size}; the others have {others}")
@@ -165,7 +165,7 @@ def _run_in_this_terminal(spec: WorldSpec, task: Task, print_error: PrintError) 
     if spec.on_loss == LEAVE or not task.resumes:
         return asyncio.run(agent_in_this_terminal(spec, task, print_error).run())
     check_torch_is_installed()
-    # It has torch when a worker has to be replaced, which then takes a fork.
+    # ``spare`` imports torch beforehand: a worker that replaces another one is then only a fork of it.
     with closing(Forker(TRAINING, modules=TRAINING_IMPORTS)) as spare:
         return asyncio.run(agent_in_this_terminal(spec, task, print_error, spare).run())
 

@@ -13,15 +13,15 @@ from ddp_manual.protocol.collective_comparison import LAST, group_name
 from ddp_manual.ranks_and_runs import BY_RECORDS
 from ddp_manual.wire import printable
 
-# A heartbeat has the chains of a group's last numbers, and of the last multiples of these: ranks whose heartbeats come
-# at different times have some of them in common.
+# A heartbeat has the chains of the last LAST numbers of a group, and for each of these steps the chains of the last
+# LAST_MULTIPLES numbers that are multiples of it: heartbeats sent at different times then have numbers in common.
 MULTIPLES = (64, 1024, 16384)
 LAST_MULTIPLES = 4
-# Groups in a heartbeat: those in which the last collectives were begun.
+# How many groups a heartbeat has: those in which a collective was begun last.
 MOST_GROUPS = 16
-# Groups of its worker that an agent knows. A script that opens others for each epoch never closes them.
+# How many groups of its worker an agent remembers: a script may open new groups in each epoch, and never close them.
 MOST_GROUPS_READ = 512
-# Closed groups that are remembered; torch closes the default group last.
+# How many closed groups an agent remembers; torch closes the default group last.
 MOST_CLOSED = 16
 
 
@@ -30,17 +30,17 @@ class _Group:
 
     def __init__(self, key: str, ranks: Sequence[int], description: str, device: str) -> None:
         self.group, self.key = key, f"{key}{device and '/'}{device}"
-        # All its ranks would be N numbers from each of N ranks: 64 KB each for 16,384.
+        # Not a list of all its ranks: N ranks would send N numbers each, which is 64 KB from each of 16,384 ranks.
         self.name = printable(group_name(ranks, description, device))
         self.begun = 0
-        """How many collectives the worker had begun with the last of this group whose record was read."""
+        """How many collectives the worker had begun in all groups, with the last one of this group that was read."""
         self.is_closed, self._is_default = False, description == "default_pg"
         self._chains = [(1, deque[tuple[int, int]](maxlen=LAST))]
         self._chains += [(step, deque[tuple[int, int]](maxlen=LAST_MULTIPLES)) for step in MULTIPLES]
 
     @property
     def worth(self) -> tuple[bool, bool, int]:
-        """The less, the sooner it is left out: closed ones first, and the default group last."""
+        """A key to sort by; the group with the lowest is forgotten first: closed groups, and the default group last."""
         return not self.is_closed, self._is_default, self.begun
 
     def take(self, key: collective_memory.Key) -> None:
@@ -63,7 +63,7 @@ class Records:
         self._memory: memoryview | None = None
         self._groups: dict[int, _Group] = {}
         self._left_out = 0
-        """The last of the groups that are no longer known; the worker numbers them."""
+        """The highest number of a forgotten group; the worker numbers its groups in the order of their opening."""
         self._read = 0
         self._closed: dict[str, int | None] = {}
         self.complete = False
@@ -71,7 +71,7 @@ class Records:
         self._compared = False
 
     def open(self, pid: int, descriptor: int, complete: bool, compared: bool) -> None:
-        """Open the memory that a worker has, by the number of its descriptor there.
+        """Open the memory to which the worker writes its records, by the worker's own ``descriptor`` of that memory.
 
         Raises:
             OSError, ValueError: the worker has ended already, or this system does not allow it.
@@ -97,8 +97,8 @@ class Records:
             del self._closed[next(iter(self._closed))]
 
     def count(self, by_torch: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-        """Return how many collectives the worker has begun in each process group that is open, and in those that it has
-        closed last: as recorded, with keys that say so, if all are. torch may count one collective as two."""
+        """Return how many collectives the worker has begun in each open process group, and in each that it has closed
+        last. If all are recorded, records count, under keys with BY_RECORDS: torch may count one collective as two."""
         memory = self._memory
         if memory is None or not self.complete:
             of_open = {key: count for key, count in by_torch.items() if key not in self._closed}
@@ -111,23 +111,23 @@ class Records:
         return of_open, {key: count for key, count in of_closed.items() if key in last}
 
     def read(self) -> None:
-        """Take the records that are new."""
+        """Read the records that were written since the last call."""
         for key in collective_memory.read(self._memory, self._read) if self._memory is not None else ():
             group = self._groups.get(key.group)
             if group is not None:
                 group.take(key)
-            elif key.group > self._left_out:  # its message is on the way
+            elif key.group > self._left_out:  # GroupOpened of this group has not come yet
                 break
             self._read = key.begun
 
     def for_beat(self) -> dict[str, list[int]]:
-        """Return key of a group -> number, chain, number, chain, ... of its last collectives."""
+        """Return the key of each group -> number, chain, number, chain, ... of its last collectives."""
         self.read()
         latest = sorted(self._groups.values(), key=lambda group: -group.begun)[:MOST_GROUPS]
         return {group.key: group.for_beat() for group in latest if group.begun and self._compared}
 
     def answer(self, asked: AskRecords) -> RecordsReply:
-        """Reply to rank 0: with the last chains of each group and the last call, or with some calls."""
+        """Return the reply to rank 0: the calls it asks for; if none, each group's last chains and the last call."""
         memory = self._memory
         if memory is None or not self._compared:
             return RecordsReply(asked.number)

@@ -18,10 +18,10 @@ from ddp_manual.wire import LONGEST_LINE, LineReader, Read, Unreadable, encode
 
 # Bytes that may wait until the other side reads them.
 MOST_UNSENT = 1 << 20
-# Bytes that are read from one connection before the next connection has its turn, and from a stranger.
+# Bytes that are read from one connection, and from a stranger's, before the next connection has its turn.
 LONGEST_READ = 1 << 16
 STRANGERS_READ = 1 << 12
-# Bytes that a stranger's read counts for at least, since a byte that comes alone costs as much to read as a line.
+# Each read from a stranger counts as at least this many bytes: to read a single byte costs as much as to read a line.
 COSTS_AT_LEAST = 1 << 8
 # Messages that may wait until ``receive`` or ``handle`` takes them.
 MOST_UNREAD = 256
@@ -40,7 +40,7 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
         read: reads a message.
         on_open: called with the connection when it is open.
         longest: bytes that a message may have.
-        stranger: whether nothing is known of the other side, which may then send as many bytes in all as one message.
+        stranger: whether nothing is known of the other side; a stranger may send ``longest`` bytes in all.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
         self.reader = LineReader(read, longest)
         self._may_send = longest if stranger else None
         self.first_bytes = b""
-        """What came first; if that is no message, it shows what kind of program is at the other end."""
+        """The first bytes that came; if they are no message, they show what kind of program is at the other end."""
         self.closed = False
         self._longest_sent = 0
         self._on_open = on_open
@@ -68,15 +68,15 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
     def handle(self, take: Callable[[M], None], gone: Callable[[str], None]) -> None:
         """From now on call ``take`` with each message, and ``gone`` once with how the connection ended.
 
-        ``take`` may raise Unreadable, which ends the connection: the other side must not say this now. It handles its
-        own mistakes, of which asyncio would close the connection.
+        ``take`` may raise Unreadable if the other side must not send this message now; that ends the connection.
+        ``take`` must raise nothing else: asyncio would close the connection because of it.
         """
         self._take, self._gone = take, gone
         while not self._inbox.empty():
             message = self._inbox.get_nowait()
             if message is None:
                 gone(self.ended)
-            elif self.ended or not self.closed:  # without what came while this side closed it
+            elif self.ended or not self.closed:  # once this side has closed it, messages are dropped
                 take(message)
 
     async def receive(self) -> M | None:
@@ -101,8 +101,8 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
         self.data_received(bytes(_buffer[:nbytes]))
 
     def let_send(self, longest: int, read: Read[M] | None = None, *, stranger: bool = False) -> None:
-        """Let the other side send from now on: messages of ``longest`` bytes each, or as a stranger so much in all, and
-        other messages if something else is given that reads them."""
+        """Let the other side send messages of up to ``longest`` bytes each from now on, a stranger ``longest`` bytes in
+        all; if ``read`` is given, it reads them."""
         self.reader.longest, self.reader.read = longest, read or self.reader.read
         self._may_send = longest if stranger else None
 
@@ -136,10 +136,10 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
         self.write(encode(message))
 
     def write(self, line: bytes) -> None:
-        """Send what ``encode`` made; does nothing if the connection is closed."""
+        """Send a line that ``encode`` has made; do nothing if the connection is closed."""
         if self._transport is None or self.closed or self._transport.is_closing():
             return
-        # Besides one long message, such as the roster of 16,384 ranks, 4 MB, that rank 0's own agent reads for a while.
+        # One message of the longest length may wait too: rank 0's own agent reads the roster of 16,384 ranks, 4 MB.
         self._longest_sent = max(self._longest_sent, len(line))
         if self._transport.get_write_buffer_size() > MOST_UNSENT + self._longest_sent:
             self.abort("it reads nothing")
@@ -147,13 +147,13 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
             self._transport.write(line)
 
     def close(self) -> None:
-        """Close after what was sent is written; what comes from now on is ignored."""
+        """Close the connection once all that was sent is written; ignore what comes from now on."""
         self.closed = True
         if self._transport is not None:
             self._transport.close()
 
     def abort(self, reason: str) -> None:
-        """Close at once, and keep the reason in ``ended``."""
+        """Close the connection at once, and keep the reason in ``ended``."""
         self.ended = reason
         if self._transport is not None:
             self._transport.abort()
@@ -168,5 +168,5 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
 
     @property
     def unsent(self) -> int:
-        """Bytes that the other side has not read yet."""
+        """Bytes that still wait in this process, because the other side has not read what was sent before."""
         return self._transport.get_write_buffer_size() if self._transport is not None and not self.closed else 0

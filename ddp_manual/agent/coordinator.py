@@ -1,5 +1,5 @@
-"""The coordinator's connections and its clock, a part of rank 0's agent. What it decides is in
-``protocol/coordinator.py``.
+"""The coordinator's connections and its clock, a part of rank 0's agent. ``protocol/coordinator.py`` decides what
+follows from each message.
 
 It listens at rank 0's address, and has one connection per rank, rank 0's own among them.
 
@@ -31,14 +31,14 @@ from ddp_manual.run_folder import holds_another_run, own_run_dir
 from ddp_manual.wording import as_ranges, in_words
 
 TICK = 0.1
-# Connections that are accepted before ranks have their turn, and how many may wait for that: as many as the kernel
-# lets, which is net.core.somaxconn.
+# Connections that are accepted before messages are read again; and connections that may wait to be accepted, of which
+# the kernel allows at most net.core.somaxconn.
 ACCEPTED_AT_ONCE = 16
 MOST_WAITING = 65_535
-# Of the time of this process, for observers.
+# The share of this process's time that showing the run to observers may take.
 LOOKS_SHARE = 0.2
-# In a world of this many ranks heartbeats are gathered for this many seconds: a wake-up for each would cost more than
-# to read it.
+# In a world of at least MANY_RANKS ranks, heartbeats pile up for GATHER seconds before they are read: to wake up for
+# each heartbeat would cost more than to read it.
 MANY_RANKS = 256
 GATHER = 0.05
 
@@ -48,7 +48,7 @@ def stopped_agent(worker: int) -> str:
     agent = next(iter(process_stat(worker)[1:]), "0")
     if process_stat(int(agent))[:1] != ["T"]:
         return ""
-    signal = stopped_by(int(agent)) or "Ctrl-Z"  # a shell that has seen its job stop has taken the number away
+    signal = stopped_by(int(agent)) or "Ctrl-Z"  # the kernel forgets the number once the shell knows of the stop
     return f"{signal} has stopped its agent; kill -CONT {agent}, or fg in its terminal, lets it go on"
 
 
@@ -86,11 +86,11 @@ class Coordinator:
             sock=listener,
             backlog=ACCEPTED_AT_ONCE,
         )
-        listener.listen(MOST_WAITING)  # which asyncio would also accept in one turn
+        listener.listen(MOST_WAITING)  # not as ``backlog``: asyncio accepts that many connections in one turn
         self._tick()
 
     async def wait_for_goodbyes(self, log: Callable[[str], None], within: float) -> None:
-        """Keep torch's store until the other ranks have left, or for so many seconds."""
+        """Wait until the other ranks have left, ``within`` seconds at most: they need torch's store in the worker."""
         waiting = Waiting(within, log)
         while late := self.protocol.others_still_here:
             if waiting.over:
@@ -109,7 +109,7 @@ class Coordinator:
             self._ticking.cancel()
         if self._server is not None:
             self._server.close()
-        for peer in self.protocol.observers():  # which may look again too late to learn how the run has ended
+        for peer in self.protocol.observers():  # they may ask again only when nobody replies any more
             shown = {**self.protocol.describe(time.monotonic()), "ended": how_it_ended}
             self.protocol.handshakes.show(peer, shown)
         for peer in self.protocol.connections():
@@ -132,14 +132,14 @@ class Coordinator:
 
     def _folder_of(self, so_far: RunSoFar) -> tuple[str | None, bool]:
         run_dir = own_run_dir(so_far.run_dir, self.protocol.recovery.run_dir) or self.run.run_dir
-        aside = run_dir is not None and holds_another_run(run_dir, so_far.run_id)  # such as on another host
+        aside = run_dir is not None and holds_another_run(run_dir, so_far.run_id)  # such as on another host than before
         return f"{run_dir}-{so_far.run_id}" if aside else run_dir, aside
 
     def _closed(self, peer: Peer, reason: str) -> None:
         self.protocol.closed(peer, reason, time.monotonic())
 
     def _gather(self) -> None:
-        """Let heartbeats pile up, after everything that has come so far was read."""
+        """Let heartbeats pile up for GATHER seconds, after all messages that have come so far were read."""
         self._gathering = None
         time.sleep(GATHER)
 

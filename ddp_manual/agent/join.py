@@ -45,11 +45,11 @@ from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.wording import at, counted
 from ddp_manual.world_options import WorldSpec
 
-# Seconds until a line says that rank 0 does not reply: it is busy, or finds out whether another process is alive.
+# Seconds until a line says that rank 0 does not reply: it is busy, or asks if another process with this rank is alive.
 REPLY_WITHIN = 1.0
-# Seconds that rank 0 has waited when it says that another one of its user waits too, perhaps for the same ranks.
+# Seconds after which rank 0 says that another rank 0 of the same user waits too, perhaps for the same ranks.
 BESIDE_AFTER = 3.0
-# Seconds that the other ranks wait longer than rank 0, which tells all of them who is missing.
+# Seconds for which the other ranks wait longer than rank 0, which tells all of them which ranks are missing.
 RANK_0_FIRST = 1.0
 WITHOUT_A_TOKEN = (
     "can read arguments and stacks, take a seat or end the run; to prevent that: "
@@ -65,7 +65,7 @@ class Join:
     Args:
         log: prints a line for this rank.
         so_far: the run that this rank was in, if it has lost rank 0.
-        since: when it has lost it, on its monotonic clock.
+        since: when this rank lost rank 0, on the monotonic clock.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Join:
         self._news: messages.News | None = None
         self._logged: set[str] = set()
         self._waits_here: OwnRank0 | None = None
-        """What ranks of this host are told of this rank 0 while it waits."""
+        """If this is rank 0: what other ranks on this host can read of it while it waits."""
         self._unacknowledged = 0
         """Bytes of the hello that rank 0's host has not confirmed within a second."""
 
     async def join(self) -> tuple[RunInfo, Connection[messages.FromRank0]]:
-        """Find rank 0 and be admitted as a rank of its run.
+        """Find rank 0, be admitted as a rank of its run, and return that run and the connection to the coordinator.
 
         Raises:
             DdpManualError: there is no rank 0, it refuses this rank, or it does not have this run's token.
@@ -118,8 +118,8 @@ class Join:
         spec = self._spec
         with self._steps.step("address") as step:
             name = "listen_addr" if spec.rank == 0 and spec.listen_addr else "master_addr"
-            refuse_malformed(spec.master_addr)  # which rank 0 itself may not need
-            # A rank that may find rank 0 elsewhere does not wait for a name.
+            refuse_malformed(spec.master_addr)  # the other ranks need it, even if rank 0 has a --listen_addr
+            # A rank that has lost rank 0 and may find it at --standby_addr does not wait until a name has an address.
             so_far = self.info.goes_on
             again = spec.rank != 0 and not (so_far and spec.standby)
             try:
@@ -160,7 +160,7 @@ class Join:
             await asyncio.sleep(POLL_EVERY)
 
     async def _find_rank_0(self, found: list[str]) -> Probe:
-        """Wait for rank 0 at these addresses; a rank that has lost it, also where another one may stand by."""
+        """Wait for rank 0 at these addresses; a rank that has lost rank 0 also looks at --standby_addr."""
         asked = find_rank_0(self._search, found, self._waiting)
         if not self.info.goes_on or self._spec.standby is None:
             return await asked
@@ -228,7 +228,7 @@ class Join:
         if self._news is None:
             return
         news, run = self._news, self._run
-        of_this_rank = f"rank {self._spec.rank} ("  # which another process was to be
+        of_this_rank = f"rank {self._spec.rank} ("  # another process that was started as this rank
         said = (words for words in (*news.gone, *news.refused) if not words.startswith(of_this_rank))
         not_logged = [words for words in said if words not in self._logged]
         missing = bool(news.missing)
@@ -239,14 +239,14 @@ class Join:
             if beside and beside not in self._logged:
                 self._logged.add(beside)
                 self._log(f"{beside}; this one is another run")
-        if missing and not news.for_lost:  # otherwise rank 0 has said so, once
+        if missing and not news.for_lost:  # otherwise rank 0 has sent a line about the lost ranks
             self._waiting.advise(advice_for(news.missing, run, self._own_addresses))
             if self._spec.rank != 0 and self._waiting.waited > self._waiting.timeout + RANK_0_FIRST:
                 raise missing_ranks_error(news, run, self._waiting.timeout, self._own_addresses)
 
     @property
     def _own_addresses(self) -> Sequence[str]:
-        """The addresses of this host, if other hosts cannot reach rank 0's, which then is on this host."""
+        """The addresses of this host, if other hosts cannot reach rank 0's address; rank 0 is on this host then."""
         return own_addresses() if self._run.only_on_its_host else ()
 
     async def probe_hosts(self, wanted: Sequence[tuple[int, str, int]], key: tuple[int, int]) -> None:
@@ -271,7 +271,7 @@ class Join:
             withdraw(os.getpid())
 
     def begin_again(self) -> None:
-        """Forget what rank 0 has said of who is missing: some ranks begin anew."""
+        """Forget which ranks rank 0 has called missing, since ranks begin anew; on rank 0, announce that it waits."""
         self._news = None
         if self._waits_here is not None:
             self._waits_here.announce()
@@ -288,7 +288,7 @@ class Join:
         spec = self._spec
         with self._steps.step("listen") as step:
             port = 0 if spec.alone else spec.master_port
-            if spec.agent_store:  # torchrun's store has rank 0's port; the coordinator takes any other
+            if spec.agent_store:  # torchrun's store has --master_port; the coordinator takes another
                 found, port = [route_to(found[0])[0]], 0
             listener = await listen(spec, found, port)
             address, port = listener.getsockname()[:2]
@@ -314,7 +314,7 @@ class Join:
     # -- hello --------------------------------------------------------------------------------------------------------
 
     async def _describe_this_rank(self, rank_0: str) -> RankInfo:
-        """Complete what this rank says of itself, now that it knows rank 0's IP address."""
+        """Return what this rank says of itself in its hello; complete it first, now that rank 0's address is known."""
         if self.probe_server is None:
             spec = self._spec
             with self._steps.step("interface") as step:
@@ -342,7 +342,7 @@ class Join:
         return self.info
 
     async def _say_hello(self, there: Probe, connection: Connection[messages.FromRank0], where: str) -> RunInfo | None:
-        """Ask to be a rank, and wait for the reply; None: that run is over."""
+        """Ask to be a rank, and return the run once this rank is admitted; None: ask again, over a new connection."""
         info, greeting = await self._describe_this_rank(there.address), there.greeting
         assert greeting is not None
         self._unacknowledged = 0
@@ -395,6 +395,6 @@ class Join:
         command = self._task.command.replace("{master_port}", str(self._spec.master_port))
         if rank is None:
             return command
-        is_of_one_rank = "--rank {rank}" in command  # unlike a launcher's, which has all that was typed
+        is_of_one_rank = "--rank {rank}" in command  # a launcher's command has rank 0's options already
         besides = f" {self._task.for_rank_0}" if rank == 0 and is_of_one_rank and self._task.for_rank_0 else ""
         return command.replace("{rank}", str(rank), 1) + besides

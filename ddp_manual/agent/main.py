@@ -1,8 +1,8 @@
-"""One rank's life seen from outside: join -> start the worker -> watch -> explain -> exit code.
+"""The agent of one rank: join -> start the worker -> watch -> explain -> exit code.
 
 Everything happens in one event loop: messages of the coordinator and of the worker, the worker's end, signals, and a
-clock. What is made of them is decided in ``protocol/agent.py``. What explains a failure never breaks with it: this
-process shares no lock, no CUDA context and no torch with the worker.
+clock. ``protocol/agent.py`` decides what follows from each of them. A failure of the worker cannot break the agent,
+which explains it: the agent shares no lock, no CUDA context and no torch with the worker.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from ddp_manual.ranks_and_runs import LastWords, Moment, RankInfo, RunInfo
 from ddp_manual.world_options import WorldSpec
 
 TICK = 0.25
-# Seconds in which the other ranks read what was sent to them last.
+# Seconds that the other ranks have to read what was sent to them last.
 LAST_WORD_WITHIN = 1.5
-# Seconds in which the ranks stop in order once their launcher is gone.
+# Seconds that the ranks have to stop in order once their launcher is gone.
 STOP_WITHIN = 3.0
-# Seconds after which a line says that a program still ends.
+# Seconds after which a line says that a program is still ending.
 ENDING_SAID_AFTER = 3.0
-# Seconds for a worker to load torch, where its rank is only checked and the other ranks are missing.
+# Seconds that ``check`` gives a worker to load torch after its rank has failed, such as because ranks are missing.
 READY_WITHIN = 20.0
 
 
@@ -60,8 +60,8 @@ class Agent:
     """The agent of one rank, from ``run`` to the exit code. It does what ``AgentProtocol`` decides, as its ``Shell``.
 
     Args:
-        start_worker: starts a worker's process, which holds its state in that memory, or returns the one that runs
-            already.
+        start_worker: starts a worker, which holds its state in the memory that it is given; or returns the worker that
+            runs already.
         log: prints a line for the person at this rank's terminal.
         print_error: prints the error that ends this rank, after everything else.
     """
@@ -87,10 +87,10 @@ class Agent:
             in_one_terminal=task.in_one_terminal,
         )
         self._signal_before = 0
-        """What has come before this rank ran."""
+        """A signal that came before the worker was started; 0 if none did."""
         self.worker: Worker
         self.witness: signal_handlers.Witness | None = None
-        """What tells which signals have been sent to a user's own program too."""
+        """Tells whether a signal was sent to the worker too."""
         self._forgetting: asyncio.TimerHandle | None = None
         self.held = HeldMemory.create()
         """The state of the training, which outlives the worker."""
@@ -151,7 +151,7 @@ class Agent:
         def gone(*, later: bool = False) -> None:
             if work is self.protocol.work:
                 if -(worker.status or 0) in signal_handlers.STOP and not (self.protocol.signals.passed_on or later):
-                    # Its agent may get the same signal a moment later.
+                    # This agent may get the same signal a moment later.
                     asyncio.get_running_loop().call_later(signal_handlers.ONCE_WITHIN, partial(gone, later=True))
                 else:
                     self.protocol.worker_gone(time.monotonic())
@@ -172,8 +172,8 @@ class Agent:
         )
 
     def as_seen_here(self, run: RunInfo) -> tuple[RunInfo, bool]:
-        """Return the run with its folder as this rank calls it, and whether this rank writes there."""
-        if self._join.coordinator is not None:  # what it says has been on the network
+        """Return the run, with the path of its folder on this rank, and whether this rank writes into that folder."""
+        if self._join.coordinator is not None:  # rank 0 trusts its own copy: ``run`` has been on the network
             return self._join.coordinator.run, True
         own = run_folder.own_run_dir(run.run_dir, self.task.run_dir)
         return (run, False) if own is None else (replace(run, run_dir=own), True)
@@ -184,18 +184,18 @@ class Agent:
         return stopped_agent(run.pid) if is_here else ""
 
     def have_it_load(self) -> None:
-        """Tell the worker what to load; that of rank 0 hosts torch's store at rank 0's address."""
+        """Tell the worker what to load; rank 0's worker hosts torch's store at rank 0's address."""
         spec, task, rank_0 = self.spec, self.task, self._join.coordinator
         here = (sys.path[0], self.protocol.work.started, rank_0.run.address if rank_0 is not None else None)
         self.worker.send(from_agent.Start(spec.values(), dict(spec.sources), *here, task.program, task.restarts))
 
     def take_place(self, placed: messages.Placed) -> None:
-        """Tell the worker its place. Rank 0 writes down what was lost."""
+        """Tell the worker its place. After a loss, rank 0 writes an entry about it into the run's folder."""
         self._join.complete(nodes=placed.place.nodes)
         coordinator, run_dir = self._join.coordinator, self.protocol.run_dir
         record = coordinator.protocol.record if coordinator is not None else None
         if record is not None and run_dir is not None:
-            with suppress(DdpManualError):  # without that line the run goes on too
+            with suppress(DdpManualError):  # the run goes on even if the entry cannot be written
                 run_folder.append_json_line(run_folder.RunPaths(Path(run_dir)).losses, record)
         if self.task.name:
             seconds = f"{time.monotonic() - self.protocol.work.started:.1f} s"
@@ -209,7 +209,7 @@ class Agent:
         message = from_agent.TakePlace(placed, self.protocol.is_own_folder, own.variables, own.wrong_for_nccl)
         self.worker.send(message)
 
-    # -- what the rest decides by, and has decided -----------------------------------------------------------------
+    # -- what ``AgentProtocol`` asks, and has the agent do ---------------------------------------------------------
 
     @property
     def info(self) -> RankInfo:
@@ -272,7 +272,7 @@ class Agent:
         self._replacing = self._ending.in_background(self._replace_worker(number))
 
     async def _replace_worker(self, number: int) -> None:
-        self.worker.send(from_agent.Over())  # nobody goes on with torch's store, which it may keep on its way out
+        self.worker.send(from_agent.Over())  # it must not keep torch's store as it ends: nobody needs it any more
         self.worker.children.look_at_all(self.worker.pid)
         await self.worker.silence()
         await self.worker.end(None, own=False)
@@ -289,12 +289,12 @@ class Agent:
         self._ending.in_background(self.worker.end(None, own=True))
 
     def _moment(self) -> Moment | None:
-        """Return the moment of the newest state that is whole, if there is one."""
+        """Return the moment of the newest complete state that this rank holds; None if it holds none."""
         newest = self.held.newest()
         return newest.moment if newest is not None else None
 
     def search_again(self, lost_at: float) -> None:
-        """Say hello again where rank 0 is expected, once the worker is replaced."""
+        """Close the connection; once the worker is replaced, look for rank 0 and say hello again."""
         if self._join.connection is not None:
             self._join.connection.close()
         assert self._replacing is not None
@@ -315,7 +315,7 @@ class Agent:
         self._leaving = self._ending.in_background(self._leave_in_order(within))
 
     async def _leave_in_order(self, within: float) -> None:
-        """Wait for the goodbyes of others: rank 0 leaves last, because its worker has torch's store."""
+        """On rank 0, wait for the other ranks' goodbyes: it leaves last, because its worker has torch's store."""
         coordinator = self._join.coordinator
         if coordinator is not None:
             await coordinator.wait_for_goodbyes(self.log, within)
@@ -334,16 +334,16 @@ class Agent:
             self._signal_before = number
             return
         self._let_witness_forget()
-        if isinstance(self.protocol.state, states.Ended):  # it leaves, without what a check might still find out
+        if isinstance(self.protocol.state, states.Ended):  # ``check`` waits no longer for its worker
             self._hurries = True
         self.protocol.take_signal(number, time.monotonic())
 
     def give_up(self, error: DdpManualError) -> None:
-        """End this rank for this reason, if it still waits for others to join."""
+        """End this rank with this error if it still waits for other ranks to join."""
         self.protocol.give_up(error)
 
     def _let_witness_forget(self) -> None:
-        """Let the witness forget a signal that nobody has asked about, once no question can come any more."""
+        """Have the witness forget its signals, once the time is over in which ``pass_on`` may ask about one."""
         if self.witness is not None:
             if self._forgetting is not None:
                 self._forgetting.cancel()
@@ -351,7 +351,7 @@ class Agent:
             self._forgetting = asyncio.get_running_loop().call_later(within, self.witness.forget)
 
     def _watch_launcher(self) -> None:
-        """Stop this rank when its launcher is gone: mpirun that is killed leaves the ranks of its host running."""
+        """Stop this rank when its launcher is gone: an mpirun that is killed leaves the ranks of its host running."""
         if pid := self.spec.launcher_pid:
             with suppress(AttributeError, OSError):  # an old system, forbidden in a container, or gone already
                 pidfd = os.pidfd_open(pid)
@@ -370,7 +370,7 @@ class Agent:
         loop.call_later(STOP_WITHIN, self._ending.fail, Stopped(signal.SIGHUP, why=why, next=self.protocol.again))
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to the program, unless whoever has sent it here has sent it there too."""
+        """Send a signal to the program, unless its sender has sent it to the program too."""
 
         def send_on() -> None:
             if self.witness is None or not self.witness.has_got(number, self.worker.pid):
@@ -387,7 +387,7 @@ class Agent:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _leave(self, error: DdpManualError | None, last: states.State) -> None:
-        """Say why, then end the worker; rank 0 gives the other ranks the time to read why."""
+        """Say why this rank ends, then end the worker; give the other ranks time to read why."""
         is_default = not self.protocol.chose_folder and run_folder.is_default_name(
             str(self.protocol.run_dir), self.protocol.run_id
         )
@@ -395,7 +395,7 @@ class Agent:
         if error is not None:
             await self._say_goodbye(error, last)
         self._ending.cancel_background()
-        if isinstance(last, states.Leaving):  # its program waits on its way out
+        if isinstance(last, states.Leaving):  # the worker waits for Over before it ends
             self._ending.in_background(self._leave_in_order(math.inf))
         if error is not None:
             await self._explain(error, last, in_folder=not leaves_no_folder)
@@ -410,7 +410,7 @@ class Agent:
         await asyncio.sleep(0)
 
     async def _say_goodbye(self, error: DdpManualError, last: states.State) -> None:
-        """Tell the other ranks why this rank ends, unless they know; then let ``check`` find out what it still can."""
+        """Tell the other ranks why this rank ends, unless they know; in ``check``, wait until the worker is ready."""
         if self._join.coordinator is not None and not isinstance(last, states.Left):
             self._join.coordinator.end(error)
         if not isinstance(last, states.Placed):
@@ -428,7 +428,7 @@ class Agent:
             await wait_until(lambda: work.ready is not None or self._hurries, READY_WITHIN)
 
     async def _explain(self, error: DdpManualError, last: states.State, *, in_folder: bool) -> None:
-        """Print the error, after the worker's last line, and leave it in the run's folder if that stays."""
+        """Print the error after the worker's last line; if ``in_folder``, write it into the run's folder too."""
         if isinstance(error, Stopped):
             error.why = error.why or self._orphaned
         rank_result.add_own_command(error, self.task.go_on, self.protocol.run_dir, self.spec.world_size)
@@ -448,11 +448,11 @@ class Agent:
             kept = leave_failure(run_dir, self.spec.rank, self.worker.pid, error, run)
             if kept is not None:
                 self.log(f"why this rank ends is in no file: {kept}")
-        self._ending.cancel_background()  # which might say something after the last word
+        self._ending.cancel_background()  # it might print something after the error
         self._print_error(error)
 
     async def _let_others_read(self) -> None:
-        """Wait until the other ranks have read what was sent last, at most for a moment."""
+        """Wait until the other ranks have read what was sent last, LAST_WORD_WITHIN seconds at most."""
         coordinator, connection = self._join.coordinator, self._join.connection
         await wait_until(
             lambda: not (coordinator and coordinator.is_being_read) and not (connection and connection.unsent),

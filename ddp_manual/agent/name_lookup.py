@@ -19,18 +19,18 @@ from ddp_manual.protocol.search_for_rank_0 import is_loopback
 MASTER_ADDR = "master_addr"
 # Seconds until a name that has no address is looked up once more.
 AGAIN_AFTER = 1.0
-# Seconds. The resolver itself asks a name server that does not answer for 5 to 40 s: see resolv.conf(5).
+# Seconds. The resolver itself waits 5 to 40 s for a name server that does not answer: see resolv.conf(5).
 ANSWERED_WITHIN = 5.0
 
 
 def resolve(host: str, option: str = MASTER_ADDR) -> list[str]:
-    """Return the IP addresses of a host name; rank 0 should listen at the first that it can.
+    """Return the IP addresses of a host name, in the order in which rank 0 should try to listen at them.
 
     A host's own name may be a loopback address on that host (Debian writes 127.0.1.1 into /etc/hosts), alone or beside
     a real one. Other hosts know another address for it, so this host's real address comes first.
 
     Args:
-        option: which one names the host.
+        option: the option that names the host.
 
     Raises:
         MasterUnresolvable: the name has no address.
@@ -101,10 +101,10 @@ async def look_up(
     """Return what ``resolve`` returns, and log the addresses.
 
     Args:
-        again: look a name that has no address up again until the time is up: on Kubernetes, rank 0's name may get its
-            address a minute after the other ranks have started. This is also done for this host's own name in a domain,
-            as rank 0 of a TrainJob has it.
-        option: which one names the host.
+        again: whether to look up a name without an address again until the time is up: on Kubernetes, rank 0's name may
+            get its address a minute after the other ranks have started. This host's own name with a domain, such as
+            that of rank 0 of a TrainJob, is looked up again in any case.
+        option: the option that names the host.
 
     Raises:
         MasterUnresolvable: see ``resolve``; or no name server answers, and the time is up.
@@ -150,7 +150,7 @@ def resolve_in_thread(host: str, option: str = MASTER_ADDR) -> asyncio.Future[li
             found = resolve(host, option)
         except MasterUnresolvable as error:
             found = error
-        except Exception as error:  # of a library; this rank must not wait for a thread that has ended
+        except Exception as error:  # such as a library's; this rank must not wait for a thread that has ended
             found = _unresolvable(host, f"gave: {type(error).__name__}: {error}", option)
         with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(finish, found)

@@ -37,7 +37,7 @@ class OwnAddress:
             self.address, _ = _chosen_address([self.interface], variable, backend="gloo")
         self.family = "IPv6" if ":" in self.address else "IPv4"
         self.variables = {}
-        """The variables for gloo and NCCL; they count unless the user has set them."""
+        """The variables for gloo and NCCL; each applies unless the user has set it."""
         self.wrong_for_nccl = None
         """Why NCCL has to be told this interface; None if it finds a right one by itself, or has been told one."""
         if self.interface is not None:
@@ -49,7 +49,7 @@ class OwnAddress:
             self.variables["NCCL_SOCKET_IFNAME"] = f"={self.interface}"
 
 
-# What the names of interfaces begin with that NCCL takes only if there is no other.
+# How the names of interfaces begin that NCCL takes only if the host has no other interface.
 NCCL_AVOIDS = ("docker", "lo", "virbr")
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -59,12 +59,12 @@ def wrong_for_nccl(networks: Mapping[str, Sequence[IpNetwork]], interface: str, 
 
     NCCL takes all interfaces whose names begin with "ib", otherwise all except docker*, lo* and virbr*, otherwise one
     of these, and listens on the first (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; the order
-    is that of ncclFindInterfaces in its src/misc/socket.cc). Naming one for it takes away the others, which on a host
-    with several may be much of the bandwidth.
+    is that of ncclFindInterfaces in its src/misc/socket.cc). If NCCL is told one interface, it does not use the others,
+    which may be much of the bandwidth of a host with several.
 
     Args:
         networks: interface -> the networks of its addresses, in the kernel's order.
-        interface: the one on the way to ``rank_0``, an IP address.
+        interface: the interface on the way to ``rank_0``, an IP address.
     """
 
     def order(name: str) -> int:
@@ -103,7 +103,7 @@ def running_networks() -> dict[str, list[IpNetwork]]:
         for address in addresses if interface in states and states[interface].isup else ():
             if address.family in (socket.AF_INET, socket.AF_INET6):
                 own = ipaddress.ip_address(address.address.split("%")[0])
-                with suppress(ValueError):  # a netmask in a form of its own
+                with suppress(ValueError):  # a netmask that ``ipaddress`` cannot read
                     mask = int(ipaddress.ip_address(address.netmask)) if address.netmask else -1
                     bits = own.max_prefixlen if mask < 0 else mask.bit_count()
                     found.setdefault(interface, []).append(ipaddress.ip_network(f"{own}/{bits}", strict=False))

@@ -21,7 +21,7 @@ def raise_descriptor_limit(spec: WorldSpec) -> str:
         BadOption: rank 0 could not hold the connections of all ranks.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS calls its hard limit unlimited and accepts less
+    with suppress(ValueError, OSError):  # macOS calls its hard limit unlimited, and accepts only a lower one
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:

@@ -25,16 +25,16 @@ from ddp_manual.program import EXECUTABLE, MODULE, Program
 from ddp_manual.protocol.program_arguments import digest
 from ddp_manual.wire import printable
 
-# A program whose local modules are more is compared by the first of them that its imports lead to.
+# The most local modules that are compared: of a larger program, the first ones that its imports lead to.
 MOST_FILES = 2000
-# Of a line that is quoted.
+# Characters of a line that an error quotes.
 LONGEST_LINE = 200
-# A hello has 64 KiB. The files of larger programs are combined, folder by folder; of more packages, the first are sent.
+# A hello has 64 KiB: more files than this are combined, folder by folder; of more packages, the first ones are sent.
 MOST_PARTS = 100
 ALL_FILES = "local modules"
-# Statements are cut out, and only they are parsed: ast takes 0.6 s for a megabyte of source, and this takes 0.07 s. It
-# also finds the imports of a file that has a syntax error. In a text, "import x" leads to a file more at most. What
-# matches a parenthesis cannot fail behind it, whether it is closed or not: trying again would take minutes.
+# Only import statements are parsed: 0.07 s for a megabyte of source, for which ast takes 0.6 s. They are also found if
+# the file has a syntax error. An "import x" in a string adds one file at most. After "import (" the match cannot fail,
+# whether the parenthesis is closed or not: backtracking would take minutes.
 IMPORT = re.compile(
     r"(?:^|[:;])[ \t]*((?:from[ \t]+[.\w]+[ \t]+)?import\b(?:[ \t]*"
     r"\((?:[^()#:;\n]|#[^\n]*|\n(?![ \t]*(?:from|import)\b))*\)?|(?:[^\\\n;#]|\\\r?\n)*))",
@@ -43,9 +43,9 @@ IMPORT = re.compile(
 STDLIB = Path(os.__file__).parent
 INSTALLED = {"site-packages", "dist-packages"}
 OURS = "ddp_manual"
-# What ``launch`` imports before it forks: torchvision takes each rank 0.3 s of a core otherwise. A fork of another
-# package may be worth less than an import: threads that it starts are not forked. torch._inductor starts processes, and
-# TensorBoard may import TensorFlow.
+# What ``launch`` may import before it forks: otherwise torchvision takes 0.3 s of a core in each rank. Other packages
+# are imported by each rank itself: a fork lacks the threads that an import has started. torch._inductor starts
+# processes, and TensorBoard may import TensorFlow.
 FORKABLE = re.compile(r"(torch|torchvision|numpy)(\.(?!_|tensorboard\b)\w+)*")
 
 
@@ -54,7 +54,7 @@ class ProgramSource:
     """The source of a program, as ranks compare it."""
 
     code: Mapping[str, str] = field(default_factory=dict)
-    """File, as a path below the program's folder, or a folder of many -> digest."""
+    """File, as a path below the program's folder, or a folder whose files are combined -> digest."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distribution -> version, for the packages that its modules import at the top."""
 
@@ -63,14 +63,14 @@ class ProgramSource:
 class _Module:
     path: Path
     name: str
-    """The path below the folder in which Python finds it."""
+    """The file's path below the folder in which Python finds the module."""
     package: str = ""
     """The package that its relative imports begin at."""
 
 
 @functools.lru_cache(maxsize=8)
 def source_once(program: Program) -> ProgramSource:
-    """Return what ``source_of`` does, for all ranks of ``launch`` at once."""
+    """Return what ``source_of`` returns; it is found once for all ranks of ``launch``."""
     return source_of(program)
 
 
@@ -80,7 +80,7 @@ def source_of(program: Program) -> ProgramSource:
         return ProgramSource(_executable(program.name))
     try:
         main, folders = _main_module(program)
-    except BadOption:  # the worker's Python says it in its own words
+    except BadOption:  # the worker's Python says why it cannot run the program
         return ProgramSource()
     finder = _Finder(folders)
     files, tops = finder.follow(main)
@@ -113,7 +113,7 @@ def check_program(program: Program) -> None:
         source = main.path.read_bytes()
         if main.path.suffix == ".py":
             with warnings.catch_warnings(), suppress(RecursionError, MemoryError, OverflowError):
-                warnings.simplefilter("ignore")  # the program itself says them
+                warnings.simplefilter("ignore")  # Python gives them again when it runs the program
                 compile(source, main.path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise BadOption(
@@ -153,7 +153,7 @@ def _main_module(program: Program) -> tuple[_Module, list[Path]]:
     """Return the file that Python runs as ``__main__``, and the folders in which it looks for local modules.
 
     Raises:
-        BadOption: there is none.
+        BadOption: there is no such file.
     """
     return _module_file(program.name) if program.kind == MODULE else _script_file(program.name)
 
@@ -180,7 +180,7 @@ def _script_file(name: str) -> tuple[_Module, list[Path]]:
     top, package = path.parent, ""
     while (top / "__init__.py").is_file() and top != top.parent:
         top, package = top.parent, f"{top.name}.{package}".rstrip(".")
-    # Of a script in a package that was started with -m, which calls ddp_manual.join, only its path is known here.
+    # A script that calls ddp_manual.join may have been started with -m, in a package; only its path is known here.
     return _Module(path, typed, package), [path.parent, *([top] if package else [])]
 
 
@@ -190,7 +190,7 @@ def _some_script(folder: Path) -> str:
 
 
 def _meant(path: Path) -> str:
-    """Ask for a script with a similar name; "" if there is none."""
+    """Return a question that names a script with a similar name; "" if there is none."""
     names = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
     return f"did you mean {path.parent / close[0]}?" if close else ""
@@ -226,7 +226,7 @@ def _module_file(name: str) -> tuple[_Module, list[Path]]:
 
 
 def _executable(name: str) -> dict[str, str]:
-    """Return a digest of an executable that is a script. A binary may be another one on each kind of host."""
+    """Return the name of an executable -> its digest; a binary counts as empty: each kind of host may have another."""
     path = shutil.which(name)
     if path is None:
         return {}
@@ -235,7 +235,7 @@ def _executable(name: str) -> dict[str, str]:
         with open(path, "rb") as file:
             if (start := file.read(2)) == b"#!":
                 text = start + file.read()
-    except OSError:  # one may run what one may not read
+    except OSError:  # a user may run a file without being allowed to read it
         pass
     return {printable(os.path.basename(name)): digest(text)}
 
@@ -248,7 +248,7 @@ class _Finder:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._local = [str(folder) for folder in folders]
-        # The first is the folder of the program that runs here, not of the user's.
+        # The first entry is the folder of this agent's program, not of the user's; in safe-path mode there is none.
         self._others = sys.path[0 if getattr(sys.flags, "safe_path", False) else 1 :]
         self.find = functools.cache(self._find)
 
@@ -258,18 +258,18 @@ class _Finder:
         if parent:
             package = self.find(parent)
             folders = package.submodule_search_locations if package is not None else None
-            # The whole name of a package without an __init__.py would be looked up among the modules loaded here.
+            # With the whole name of a package without an __init__.py, Python looks for its parent in sys.modules here.
             return PathFinder.find_spec(last, list(folders)) if folders else None
         found = PathFinder.find_spec(name, [*self._local, *self._others])
-        # What pip install --editable has put in Python's way, unless a .pth file has its folder in sys.path.
+        # Finders that pip install --editable has added, unless a .pth file has put the package's folder into sys.path.
         for finder in sys.meta_path if found is None else ():
             if str(getattr(finder, "__module__", "")).startswith("__editable__"):
                 found = found or finder.find_spec(name, None)
         return found
 
     def follow(self, main: _Module) -> tuple[dict[str, str], dict[str, Path]]:
-        """Return the digest of each local file that the program's imports lead to, and the file of each package that
-        they name at the top of a file."""
+        """Return the digest of each local file that the program's imports lead to, and a file of each installed package
+        that one of these files imports at its top."""
         digests: dict[str, str] = {}
         tops: dict[str, Path] = {}
         seen = {main.path}
@@ -279,7 +279,7 @@ class _Finder:
         def take(name: str, is_top: bool) -> None:
             for part in _with_parents(name):
                 found = self.find(part)
-                if found is None and is_top and _is_installed(part):  # in a way that only its own finder knows
+                if found is None and is_top and _is_installed(part):  # installed where only its own finder finds it
                     tops.setdefault(part, Path())
                 path = Path(found.origin or "") if found is not None else Path()
                 if found is None or part == OURS or (STDLIB in path.parents and not INSTALLED & set(path.parts)):
@@ -310,7 +310,7 @@ class _Finder:
         return digests, tops
 
     def module(self, name: str, found: ModuleSpec) -> _Module:
-        """Name the file of a module by its path below the folder in which its outermost package is."""
+        """Return the module, with the path of its file below the folder that contains its outermost package."""
         path = Path(found.origin or "")
         is_package = found.submodule_search_locations is not None
         package = name if is_package else name.rpartition(".")[0]
@@ -319,8 +319,8 @@ class _Finder:
 
 
 def _imported(text: str, package: str) -> Iterator[tuple[str, bool, bool]]:
-    """Yield the names that a file imports, whether the statement is at the top, where nothing can prevent it, and
-    whether the name is a module's for sure."""
+    """Yield each name that a file imports, whether its statement is at the top (not indented, so that no condition
+    skips it), and whether the name is certainly a module's."""
     for match in IMPORT.finditer(text):
         is_top = match.start(1) == 0 or text[match.start(1) - 1] == "\n"
         for name, is_module in _names_in(match[1], package):
@@ -329,7 +329,7 @@ def _imported(text: str, package: str) -> Iterator[tuple[str, bool, bool]]:
 
 @functools.lru_cache(maxsize=4096)  # the files of a program begin alike
 def _names_in(statement: str, package: str) -> tuple[tuple[str, bool], ...]:
-    """Return the names that a statement imports, and whether each is a module for sure."""
+    """Return the names that a statement imports, and whether each is certainly a module's."""
     try:
         (parsed,) = ast.parse(statement).body
     except (SyntaxError, ValueError):  # prose, or Python of another version
@@ -352,7 +352,7 @@ def _with_parents(name: str) -> list[str]:
 
 
 def _combined(files: Mapping[str, str]) -> dict[str, str]:
-    """Return at most ``MOST_PARTS`` digests: of each file, otherwise of folders, the deepest of them first."""
+    """Return ``MOST_PARTS`` digests at most: one for each file, or one for each folder as deep as that allows."""
     depth = max((name.count("/") for name in files), default=0) + 1
     parts: dict[str, list[str]] = {}
     while depth >= 0:
@@ -379,7 +379,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _versions(tops: Mapping[str, Path]) -> dict[str, str]:
-    """Return the distribution and version of each package that is imported, given a file of it."""
+    """Return distribution -> version, for the packages in ``tops``: package -> a file of it."""
     found: dict[str, str] = {}
     unknown: dict[str, Path] = {}
     for name, path in tops.items():
@@ -389,7 +389,7 @@ def _versions(tops: Mapping[str, Path]) -> dict[str, str]:
             unknown[name] = path
     for distribution in _distributions_with(list(unknown.values())):
         found[distribution.metadata["Name"]] = distribution.version
-    found.pop("torch", None)  # which is compared in any case
+    found.pop("torch", None)  # its version is compared in any case
     return {printable(name): printable(found[name]) for name in sorted(found)[:MOST_PARTS]}
 
 

@@ -57,7 +57,7 @@ async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.soc
     """
     for address in addresses:
         try:
-            # With SO_REUSEADDR: a run that has just ended leaves its port in TIME_WAIT for a minute.
+            # It sets SO_REUSEADDR: a run that has just ended leaves its port in TIME_WAIT for a minute.
             return socket.create_server((address, port), family=family(address), backlog=4096)
         except OSError as error:
             words = os.strerror(error.errno or 0)
@@ -132,7 +132,7 @@ def _port_owner(port: int) -> str:
         sockets = psutil.net_connections(kind="tcp")
     except psutil.AccessDenied:
         return "a process that this user may not see"
-    # A listener if there is one; otherwise a connection out of this host, which may have any port above 32767.
+    # A listener if there is one; otherwise an outgoing connection, for which the kernel takes any port above 32767.
     for entry in sorted(sockets, key=lambda entry: entry.status != psutil.CONN_LISTEN):
         if entry.laddr and entry.laddr.port == port and entry.pid:
             try:

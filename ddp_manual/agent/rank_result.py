@@ -24,7 +24,7 @@ class Ended:
 
     error: DdpManualError | None = None
     result: Any = None
-    """What the worker has said of its work, if that is complete."""
+    """The result that the worker has sent, if its work is complete."""
 
     @property
     def exit_code(self) -> int:
@@ -35,7 +35,7 @@ class Ending:
     """The end of one rank: the first result, or the first error of what runs in its event loop.
 
     Args:
-        come: called at once when it has come.
+        come: called as soon as it is known how the rank ends.
     """
 
     def __init__(self, rank: int, come: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ class Ending:
             return Ended(error=error)
 
     def finish(self, result: Any) -> None:
-        """End the rank with its result: Stopped if a signal has stopped all ranks, which then left in order."""
+        """End the rank with its result; that is the error Stopped if a signal has stopped all ranks in order."""
         if isinstance(result, DdpManualError):
             self.fail(result)
         elif not self._done.done():
@@ -71,7 +71,7 @@ class Ending:
         self._come()
 
     def guarded(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Wrap a handler so that what it raises ends the rank."""
+        """Wrap a handler so that an exception that it raises ends the rank."""
 
         def guarded(message: Any) -> None:
             try:
@@ -82,7 +82,7 @@ class Ending:
         return guarded
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do something that takes time; what it raises ends the rank."""
+        """Run ``work`` in the background, and return its task; an exception that it raises ends the rank."""
 
         async def guarded() -> None:
             try:
@@ -102,8 +102,8 @@ class Ending:
 
 
 def how_it_ended(error: DdpManualError | None, result: Any) -> dict[str, Any]:
-    """Return what rank 0 tells observers last: the ``LastWords`` of an error; otherwise no identifier, and in ``what``
-    the result."""
+    """Return what rank 0 tells observers last: the ``LastWords`` of an error; if there is no error, None as the
+    ``identifier``, and the result as ``what``."""
     if error is not None:
         return {**asdict(LastWords.of(error)), "what": named_from_outside(error.what, 0)}
     is_training = isinstance(result, Mapping) and "final_test_accuracy" in result
@@ -111,15 +111,15 @@ def how_it_ended(error: DdpManualError | None, result: Any) -> dict[str, Any]:
 
 
 def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run: RunInfo) -> Exception | None:
-    """Write why a rank has left into the run's folder, if that takes it, and no other run trains into it. If this one
-    was not resumed yet, that is no end of it.
+    """Write why a rank has left into the run's folder, unless another run trains into it. If the folder still has the
+    files of another run, which this one was to resume, the file's name says that it is not the end of that run.
 
     Args:
-        pid: of the worker.
-        run: its rank 0's worker holds the folder while the run trains.
+        pid: the worker's.
+        run: the run of this rank; its rank 0's worker holds the folder while the run trains.
 
     Returns:
-        What has kept it from being written.
+        The error because of which nothing was written; otherwise None.
     """
     paths, about = RunPaths(Path(run_dir)), {"rank": rank, "host": host_name(), "pid": pid}
     if paths.holder not in (None, holder_of(run.pid, run.host)):
@@ -138,10 +138,10 @@ def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run:
 
 
 def add_own_command(error: DdpManualError, go_on: str | None, run_dir: str | None, world_size: int) -> None:
-    """Where the error says how each rank goes on, show what to type in this terminal.
+    """Put the command to type in this terminal into the error, where it says how each rank goes on.
 
     Args:
-        go_on: what was typed here; None if nothing was.
+        go_on: what was typed in this terminal; None if something else has started the rank.
     """
     if run_dir and go_on is not None:
         here = ":" if world_size == 1 else "; in this terminal:"

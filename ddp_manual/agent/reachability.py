@@ -1,4 +1,4 @@
-"""Whether ranks on different hosts can connect to each other: tried while their workers load torch, and when all wait.
+"""Whether hosts can connect to each other: tried while workers load torch, and when all ranks wait in a collective.
 
 Each agent answers at a port of its own. The first rank of each host connects to the first ranks of the other hosts, and
 rank 0 tells everybody which pairs failed, in which direction, and how the network responded. On one host there is
@@ -17,8 +17,8 @@ from ddp_manual.protocol.reachability import CUT_OFF
 
 # Seconds. Failing pairs have to be known within 10 s of the roll call.
 CONNECT_TIMEOUT = 3.0
-# Seconds for one connection that is answered, and how many connections are answered at once: at most 31 hosts connect,
-# and what else does so makes room for them.
+# Seconds for one connection that is answered, and how many connections are answered at once: at most 31 hosts connect;
+# if other programs connect too, the oldest connection is aborted.
 ANSWER_WITHIN = 6.0
 MOST_CONNECTED = 32
 # More than one packet, in each direction: a network that drops large packets still lets small ones connect.
@@ -26,7 +26,7 @@ GREETING_BYTES = 16_384
 
 
 async def answer_at(address: str) -> asyncio.Server:
-    """Answer at a free port of this IP address, until the server is closed."""
+    """Return a server that answers at a free port of this IP address, until it is closed."""
     connected: dict[asyncio.StreamWriter, None] = {}  # in the order in which they came
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -67,7 +67,7 @@ async def try_to_reach(address: str, port: int) -> str | None:
         connected = True
         await asyncio.wait_for(loop.sock_sendall(connection, expected), CONNECT_TIMEOUT)
         while len(received) < len(expected):
-            # Without a StreamReader, which forgets what came before a reset.
+            # Not by a StreamReader, which drops the bytes that came before a reset.
             piece = await asyncio.wait_for(loop.sock_recv(connection, 65536), CONNECT_TIMEOUT)
             if not piece:
                 break
@@ -87,6 +87,6 @@ async def try_to_reach(address: str, port: int) -> str | None:
 
 
 async def try_all(wanted: Sequence[tuple[int, str, int]]) -> list[tuple[int, str]]:
-    """Return the hosts, of (number, address, port), that cannot be reached, each with how the network responded."""
+    """Return the numbers of those hosts, each (number, address, port), that cannot be reached, and how each failed."""
     outcomes = await asyncio.gather(*(try_to_reach(address, port) for _, address, port in wanted))
     return [(number, outcome) for (number, _, _), outcome in zip(wanted, outcomes, strict=True) if outcome]

@@ -25,15 +25,15 @@ from ddp_manual.rank_output import RankOutput, copies
 
 PROGRAM = Path(__file__).parent.parent / "worker"
 WorkerOf = Callable[[socket.socket, int], Worker]
-"""Makes a worker of its channel and its pipe for faults."""
+"""Returns the worker, given the agent's ends of its channel and of its pipe for faults."""
 
 
 class Starter:
     """Starts workers, each as a new Python.
 
     Args:
-        program: what they run.
-        nproc: how many there are on this host, each with a session of its own; 0: they belong to this terminal.
+        program: what the workers run.
+        nproc: how many workers this host has, each with a session of its own; 0: they belong to this terminal.
     """
 
     def __init__(self, program: Program, nproc: int = 0) -> None:
@@ -49,8 +49,8 @@ class Starter:
         """Start a worker.
 
         Args:
-            held: where it holds its state.
-            output: takes what it writes; None: it writes to this terminal.
+            held: the memory in which the worker holds its state.
+            output: takes what the worker writes; None: the worker writes to this terminal.
         """
         if self._program.kind != EXECUTABLE:
             check_torch_is_installed()
@@ -83,7 +83,7 @@ class Forker(Starter):
     """Starts workers as forks of a process that imports torch first: see ``worker/__main__.py``.
 
     Args:
-        modules: what it imports besides, before the first fork.
+        modules: what that process imports besides torch, before the first fork.
     """
 
     def __init__(self, program: Program, nproc: int = 0, modules: Sequence[str] = ()) -> None:
@@ -99,7 +99,7 @@ class Forker(Starter):
         left_behind.is_own(self._process)
 
     def start_again(self) -> None:
-        """Start it again if it has been killed, as by the kernel when memory runs out; its workers died with it."""
+        """Start the process that forks again if it was killed, as by the OOM killer; its workers died with it."""
         if self._process.poll() is not None:
             self.close()
             self._fork()
@@ -110,7 +110,7 @@ class Forker(Starter):
         self._process.wait()
 
     def _begin(self, descriptors: Sequence[int], pipes: Sequence[int], who: Sequence[str]) -> WorkerOf:
-        """Ask for a worker; it exists once the process has torch."""
+        """Ask the process that forks for a worker, which exists once that process has imported torch."""
         self.start_again()
         with suppress(BrokenPipeError):  # the process has just ended; the worker's channel shows that too
             socket.send_fds(self._control, [b"."], [*descriptors, *(pipes or (1, 2))])
@@ -118,7 +118,7 @@ class Forker(Starter):
 
 
 class ForkedWorker(Worker):
-    """A worker that exists only once its forker has torch, and says so itself.
+    """A worker that exists only once its forker has imported torch; its first message shows that it exists.
 
     Args:
         forker: the process that forks it; it ends if it cannot import torch.
@@ -134,7 +134,7 @@ class ForkedWorker(Worker):
         if self.said:
             await super()._watch(gone)
             return
-        await asyncio.sleep(LOOK_EVERY)  # perhaps only its child has ended, or the forker is about to end
+        await asyncio.sleep(LOOK_EVERY)  # its child has ended, or the forker itself is about to end
         self.status = self._forker.poll()
         self.ended = True
         gone()
@@ -146,7 +146,7 @@ class ForkedWorker(Worker):
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
         if self.said:
             await super().end(error, own=own)
-        else:  # once it is forked it finds the channel closed, and ends
+        else:  # once the worker is forked, it finds the channel closed, and ends
             self.close()
 
 

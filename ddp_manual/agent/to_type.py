@@ -16,7 +16,7 @@ from ddp_manual.world_options import WorldSpec
 LISTENING = "listen_addr"
 # Options that differ between ranks or runs; they are never copied from one rank's command line to another's.
 PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", LISTENING}
-# Options of which rank 0's value is used; where a run goes on, others take their place.
+# Options whose value on rank 0 all ranks use; the command with which a run goes on has other values of them.
 OF_RANK_0 = ("run_dir", "resume")
 # The commands that are one rank, or start such ranks.
 OF_RANKS = ("train", "run", "check", "launch", "hosted", "commands")
@@ -26,11 +26,11 @@ def rank_command(spec: WorldSpec, command: str, options: Mapping[str, Any] = {},
     """Return the command that starts another rank of this run, with ``{rank}`` and ``{master_port}`` in it; where a
     launcher starts all ranks together, the command that does so; in a pod, the command that shows why a pod is missing.
 
-    Of ranks that ``launch`` has started on this host a single one on another host may be started by hand too.
+    If ``launch`` has started ranks on this host, a single rank on another host may still be started by hand.
 
     Args:
         command: ``train``, ``run`` or ``check``.
-        options: those that it has besides the options of ``spec``.
+        options: the options that the command has besides those of ``spec``.
         rest: what comes last, quoted for a shell.
     """
     typed, arguments = command_line.typed_command()
@@ -51,8 +51,8 @@ def rank_command(spec: WorldSpec, command: str, options: Mapping[str, Any] = {},
 
 
 def script_command(spec: WorldSpec, typed: Sequence[str]) -> str:
-    """Return what starts another rank of a script that joins by itself: with variables, since its flags are not known
-    here; at a prompt, of which nothing was ``typed`` in a shell, the call."""
+    """Return the command that starts another rank of a script that calls ``join``: with variables, since the script's
+    flags are not known here. If nothing was ``typed``, as at Python's prompt, return the call of ``join``."""
     where = {"world_size": spec.world_size, "rank": "{rank}"}
     if spec.master_addr != WorldSpec.master_addr:
         where["master_addr"] = spec.master_addr if typed else repr(spec.master_addr)
@@ -65,13 +65,13 @@ def script_command(spec: WorldSpec, typed: Sequence[str]) -> str:
 
 
 def typed_again() -> str:
-    """Return the command that was typed in this terminal, without the options with which it is to go on."""
+    """Return the command that was typed in this terminal, without OF_RANK_0, which say how the run goes on."""
     program, arguments = command_line.typed_command()
     return shlex.join([*program, *command_line.without_options(arguments, *OF_RANK_0)])
 
 
 def status_command(**flags: Any) -> str:
-    """Return the command that looks at a run, or has it shrink."""
+    """Return the ``status`` command with these flags: it shows a run, or has it go on without the missing ranks."""
     program, arguments = command_line.typed_command()
     own = program if arguments[:1] and arguments[0].isalpha() else ["ddp-manual"]
     return f"{shlex.join([*own, 'status'])} {as_flags(flags)}"

@@ -1,7 +1,7 @@
-"""Rank 0's address under torchrun, whose own agent has a TCPStore at MASTER_PORT: it is one key in that store.
+"""Rank 0's address under torchrun, whose own agent has a TCPStore at MASTER_PORT: the value of a key in that store.
 
-The client sends the few messages that this takes, as torch/csrc/distributed/c10d/TCPStoreBackend.hpp of torch 2.11 to
-2.15 defines them, so that no torch has to be loaded.
+This module sends the few messages that it needs, as torch/csrc/distributed/c10d/TCPStoreBackend.hpp of torch 2.11 to
+2.15 defines them, so that the agent need not load torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ddp_manual.errors import (
 from ddp_manual.wire import LONGEST_LINE, decode
 from ddp_manual.world_options import WorldSpec
 
-# Of torchrun's TCPStore; the time is in seconds.
+# Codes of TCPStore's messages and of its reply; and seconds for a reply.
 _SET, _GET, _CHECK, _READY = b"\x01", b"\x03", b"\x05", b"\0"
 REPLY_TIMEOUT = 5.0
 
 
 async def write_torchrun_address(spec: WorldSpec, attempt: str, address: str, port: int) -> None:
-    """As rank 0, write where its agent listens.
+    """Write where rank 0's agent listens; called on rank 0.
 
     Args:
         attempt: differs for each time that the ranks of this torchrun join.
@@ -40,7 +40,7 @@ async def write_torchrun_address(spec: WorldSpec, attempt: str, address: str, po
 
 
 async def read_torchrun_address(spec: WorldSpec, attempt: str, waiting: Waiting) -> tuple[str, int]:
-    """As another rank, wait until rank 0 has written where its agent listens.
+    """Return where rank 0's agent listens, once rank 0 has written that; called on the other ranks.
 
     Raises:
         RankMissing: rank 0 has not written it when the time is up. MasterLost: the store is gone.
@@ -102,7 +102,7 @@ async def _get(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, attem
 
 
 def _key(attempt: str) -> bytes:
-    """torch's own clients put a slash before every key."""
+    """Return the key for an attempt; torch's own clients put a slash before every key."""
     return _text(f"/ddp_manual/{attempt}/coordinator".encode())
 
 

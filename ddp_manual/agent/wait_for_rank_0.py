@@ -1,8 +1,8 @@
 """What answers at rank 0's address, the wait until rank 0's agent does, and what that agent shows of its run.
 
-The coordinator speaks first, and the connection over which it greets is kept. A program that says nothing is asked
-whether it is torch's TCPStore or a server that waits for a line. An agent that was only busy greets then all the same,
-closes the connection because of such a question, and is asked for another one.
+The coordinator speaks first, and the connection over which it greets is kept. A program that says nothing is sent what
+torch's TCPStore would answer, then what a server that reads lines would answer. An agent that was only busy still
+greets, but closes the connection, since it cannot read such a question; then another connection to it is opened.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LINE = b" / HTTP/1.0\r\n\r\n"
 # Seconds. A program that is not rank 0's agent must be named within 5 s.
 CONNECT_TIMEOUT = 2.0
 GREETED_WITHIN = 1.5
-# Of an agent that was seen to be there, and whose host is overloaded.
+# Seconds for an agent that was seen to be there, and whose host is overloaded.
 BUSY_AGENT_GREETS_WITHIN = 5.0
 REPLY_WITHIN = 1.0
 SHOWN_WITHIN = 5.0
@@ -53,17 +53,17 @@ class Probe(Seen):
     connection: Connection[messages.FromRank0] | None = None
     greeting: messages.Greeting | None = None
     nonces: list[str] = field(default_factory=list)
-    """Of the last two questions to rank 0, which binds what it shows of its run to the last one that it has read."""
+    """The nonces of the last two questions to rank 0; it signs its answer over that of the last one it has read."""
 
 
 async def probe(address: str, port: int, *, more: float = 0.0) -> Probe:
     """Connect to an address, and find out within 5 s what listens there; a busy agent has 5 s more to greet.
 
     Args:
-        more: seconds in which an agent may have to greet thousands of other ranks first.
+        more: seconds to wait longer for a greeting: an agent may have to greet thousands of other ranks first.
     """
     found = await _probe(address, port, GREETED_WITHIN + more)
-    if found.answer is Answer.BUSY:  # it was asked what it cannot read, and closes that connection
+    if found.answer is Answer.BUSY:  # it cannot read what it was sent, and closes that connection
         found = await _probe(address, port, BUSY_AGENT_GREETS_WITHIN + more)
     return found
 
@@ -90,7 +90,7 @@ async def _probe(address: str, port: int, greeted_within: float) -> Probe:
             if isinstance(greeting, messages.Greeting) and not asked:
                 return Probe(address, Answer.GREETED, connection=connection, greeting=greeting)
             break
-        if connection.first_bytes:  # and no whole line
+        if connection.first_bytes:  # bytes, but no whole line
             break
     connection.close()
     first = connection.first_bytes
@@ -113,7 +113,7 @@ def _shown(first: bytes) -> str:
 
 
 async def find_rank_0(search: Search, addresses: list[str], waiting: Waiting) -> Probe:
-    """Wait until rank 0's agent greets at one of its addresses; returns that probe, with the connection.
+    """Wait until rank 0's agent greets at one of its addresses; return that probe, with the open connection.
 
     Raises:
         MasterNotAStore: something else answers. MasterRefused, MasterUnreachable, MasterLost: at the deadline.
@@ -143,7 +143,7 @@ async def find_rank_0(search: Search, addresses: list[str], waiting: Waiting) ->
 
 
 async def look_at(there: Probe, where: str, token: bytes | None, **asked: bool) -> dict[str, Any]:
-    """Ask the coordinator that has greeted for its run as it is now; when the run ends, it shows it once more.
+    """Ask the coordinator that has greeted for its run, and return the run as it is now, or as it was when it ended.
 
     Args:
         where: the coordinator's address, for an error message.
@@ -166,7 +166,7 @@ async def look_at(there: Probe, where: str, token: bytes | None, **asked: bool) 
         if isinstance(answer, messages.Refused):
             raise seal.refusal(answer, there.nonces[-1])
         if isinstance(answer, messages.Seen):
-            with suppress(Unsealed):  # of a run that has ended before rank 0 read this question
+            with suppress(Unsealed):  # if the run has ended before rank 0 read this question
                 return seal.open(answer, there.nonces[-2], _read_run)
             return seal.open(answer, there.nonces[-1], _read_run)
     except (TimeoutError, asyncio.TimeoutError):

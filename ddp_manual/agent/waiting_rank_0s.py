@@ -34,7 +34,7 @@ class OwnRank0:
     run_id: str
 
     def announce(self) -> None:
-        """Let ranks of this host know; where no such folder can be made they do not."""
+        """Write the file that tells ranks on this host of this rank 0; do nothing if the folder cannot be made."""
         with suppress(OSError):
             runtime_folder().mkdir(mode=0o700, exist_ok=True)
             if _is_own():
@@ -43,20 +43,20 @@ class OwnRank0:
                     file.write(msgspec.json.encode(self))
 
     def is_there(self) -> bool:
-        """Return whether its process lives, and is the one that has written its file."""
+        """Return whether its process lives, and is older than its file: a later process may have the same pid."""
         with suppress(psutil.Error, OSError):
             return psutil.Process(self.pid).create_time() <= _file(self.pid).stat().st_mtime
         return False
 
 
 def withdraw(pid: int) -> None:
-    """Let ranks know that the rank 0 with this pid waits no more."""
+    """Remove the file of the rank 0 with this pid: it no longer waits for ranks."""
     with suppress(OSError):
         _file(pid).unlink()
 
 
 def hint(spec: WorldSpec, *, of_any_size: bool = False) -> str:
-    """Say where on this host a rank 0 of this user waits for as many ranks, but not at this address; "" for nowhere."""
+    """Say where on this host a rank 0 of this user waits elsewhere for as many ranks as ``spec`` has; "" if none."""
     for one in _announced():
         is_elsewhere = (one.address, one.port) != (spec.master_addr, spec.master_port)
         if is_elsewhere and (of_any_size or one.world_size == spec.world_size):

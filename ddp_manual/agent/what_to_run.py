@@ -1,4 +1,4 @@
-"""What the worker of a rank is to do, as the command that starts the rank has it."""
+"""What the worker of a rank is to do, as the command that has started the rank says."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Task:
     resumes: bool = False
     """Whether the program saves checkpoints in the run's folder, and goes on from the newest with --resume auto."""
     source: Program | None = None
-    """The program of the user's own, whose files and arguments must be the same on every rank."""
+    """The user's own program, whose files and arguments must be the same on every rank; None: there is none."""
     name: str = ""
-    """How lines call what the worker runs; "" for a program that says itself what it does."""
+    """The name of what the worker runs, for lines that are printed; "" for a program that prints such lines itself."""
     options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """Option -> (value, source), for the options that all ranks must share and that are known without torch."""
     run_dir: str | None = None
@@ -37,17 +37,17 @@ class Task:
     command: str
     """The command that starts a rank, with ``{rank}`` and ``{master_port}`` for the numbers."""
     for_rank_0: str = ""
-    """The options that rank 0's command has besides: where it listens, and what it resumes from."""
+    """The options that only rank 0's command has: where rank 0 listens, and what it resumes from."""
     go_on: str | None = None
-    """What was typed in this rank's terminal, without its run_dir and resume; None if something else started it."""
+    """What was typed in this rank's terminal, without --run_dir and --resume; None if a launcher has started it."""
     restarts: tuple[int, int] = (0, 0)
-    """How often the ranks of the program were started again, and how often they may be."""
+    """How often the ranks of the program were started again, and how often they may be started again."""
     may_differ: Sequence[str] = ()
     """The arguments of the program that may differ between ranks."""
     launched: str | None = None
     """The command that resumes the run, if ``launch`` has started the ranks."""
     is_news: Callable[[str], bool] = lambda line: True
-    """Whether a line that all ranks are told is not shown yet in this rank's terminal, by another rank."""
+    """Whether to print a line that all ranks are told; False if another rank has printed it in the same terminal."""
     in_one_terminal: bool = False
     """Whether all ranks of the run share this rank's terminal."""
     waits_silently: bool = False

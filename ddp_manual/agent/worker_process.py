@@ -30,20 +30,20 @@ from ddp_manual.protocol.agent import SAVE_WITHIN
 from ddp_manual.ranks_and_runs import Beat, LastWords
 from ddp_manual.wire import LONGEST_ANSWER, encode_local
 
-# Seconds. A worker that is silent for so long is in a C call that keeps the interpreter's lock, not in
-# a collective.
+# Seconds. A worker that is silent for so long is in a C call that keeps the interpreter's lock, not in a collective.
 SILENT = 2.0
 LOOK_EVERY = 0.2
 KILL_AFTER = 2.0
 LAST_LINES_WITHIN = 1.0
-# A program that handles SIGTERM because another rank has failed.
+# Seconds that a program has to handle SIGTERM after another rank has failed.
 TERM_GRACE = 5.0
 KILLED_WITHIN = 10.0
-# A script whose collective breaks ends by itself; what it does on its way has time limits of its own.
+# Seconds in which a script whose collective breaks notices the verdict, and then ends: what it does there has limits.
 GRACE = 0.7
 WAY_OUT = 10.0
 ANSWER_WITHIN = 0.5
-# A process that ends closes its descriptors before the kernel says that it has ended.
+# Seconds after the channel was closed until a look whether exec has replaced the program: a process that ends closes
+# its descriptors before the kernel says that it has ended.
 REPLACED_AFTER = 0.5
 
 
@@ -59,7 +59,7 @@ class Worker:
     has_started_its_agent = False
     """Whether it is a script that has started its agent itself, and gets signals itself."""
     copies: Sequence[asyncio.Future[None]] = ()
-    """Of ``launch``, which gives a worker a session and pipes of its own: done when its whole output is read."""
+    """Done when the worker's whole output is read; only ``launch`` gives a worker pipes, and a session, of its own."""
 
     def __init__(
         self,
@@ -72,19 +72,19 @@ class Worker:
         self.hears = True
         """Whether it runs Python, which takes its agent's messages."""
         self._takes_stops = False
-        """Whether SIGTERM asks it to stop with all others, which does not end it."""
+        """Whether the program stops with all ranks after the same step, so that SIGTERM does not end it."""
         self.ended = self.closed = False
         self.status: int | None = None
         """Its exit code, or minus the signal that has ended it; None while it runs, or if nobody could see that."""
         self.beat = Beat()
-        """What it has last said that it does."""
+        """What the worker does, as it has said last."""
         self.records = Records()
         """The collectives it has begun."""
         self.said: set[type[from_worker.FromWorker]] = set()
         """The types of its messages so far; it sends the first once it has torch."""
         self.until: float | None = None
-        """When a program that was asked to end, by its agent or by a signal, is killed if the run has ended too; at 0
-        at once."""
+        """When a program that its agent or a signal has asked to end is killed, if the run has ended too; 0: at once;
+        None: nothing has asked it to end."""
         self._channel, self._process = channel, process
         self._stack = WorkerStack(faults)
         self._connection: Connection[from_worker.FromWorker] | None = None
@@ -94,7 +94,7 @@ class Worker:
         self._command = b""
         """How the program was started, as the kernel knows it."""
         self._is_replaced = False
-        """Whether it has become another one, which has no channel and ends like an executable."""
+        """Whether exec has replaced the program by another one, which has no channel and ends like an executable."""
         self._is_blocked = False
         self._spoke_at = time.monotonic()
         self._oom_kills = OomKills(self.pid)
@@ -120,7 +120,7 @@ class Worker:
             case from_worker.RecordsMemory():
                 try:
                     self.records.open(self.pid, message.descriptor, message.complete, message.compared)
-                except (OSError, ValueError) as error:  # its last words are still to come; ValueError: no such memory
+                except (OSError, ValueError) as error:  # it ended: its last words follow; ValueError: no such memory
                     take(from_worker.NotCompared(str(error)))
             case from_worker.ProgramBegins():
                 self.hears = message.hears
@@ -137,7 +137,7 @@ class Worker:
         take(message)
 
     def _closed(self, take: Callable[[from_worker.FromWorker], None]) -> None:
-        """Find out whether the program, whose channel is closed, has not ended, but is another one now."""
+        """Find out whether the closed channel means that exec has replaced the program, and not that it has ended."""
 
         def look() -> None:
             if self._command and not self.ended and self._command_line() not in (b"", self._command):
@@ -195,7 +195,7 @@ class Worker:
         gone()
 
     def _look_whether_it_has_ended(self) -> bool:
-        """Return whether it has, where the kernel does not say when a process ends."""
+        """Return whether the process has ended, where the kernel does not say when a process ends."""
         if self.has_started_its_agent or not os.path.isdir("/proc/self"):
             return self.is_gone
         self.status = processes.exit_status(self.pid)
@@ -206,8 +206,7 @@ class Worker:
             self._connection.write(encode_local(message))
 
     def signal_all(self, number: int) -> None:
-        """Send a signal to a program and to the processes that it has started, where they have a session of their
-        own."""
+        """Send a signal to the program; if it has a session of its own, also to the processes in its process group."""
         if self.copies and self.said:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
@@ -242,7 +241,7 @@ class Worker:
         return await self._stack.ask(self.signal, self.beat.place) or "its worker gave none"
 
     async def silence(self, *, grace: float = TERM_GRACE) -> None:
-        """Let it end, in so many seconds, and so write no more: its agent prints the last lines."""
+        """Have the program end within ``grace`` seconds, so that it writes no more: its agent prints the last lines."""
         if self.said:
             await self._end_program(grace)
 
@@ -257,18 +256,18 @@ class Worker:
         self.close()
 
     async def _kill(self, send: Callable[[int], None]) -> None:
-        """Kill it by ``send``, and end what it has started."""
+        """Kill the process by ``send``, and end the processes that it has started."""
         self.children.look(self.pid)
         send(signal.SIGKILL)
         # A process that waits in the kernel for a device or a file system ends only when that replies.
         await wait_until(lambda: self.ended, KILLED_WITHIN)
         await self.children.end(self.pid if self.copies else None)
-        # What it has written last, in a pipe that a process which it has started may keep open.
+        # Its last output is still read, for a second at most: a process that it has started may keep the pipe open.
         await wait_until(lambda: all(copy.done() for copy in self.copies), LAST_LINES_WITHIN)
 
     async def _end_program(self, grace: float) -> None:
-        """Let the program end: by itself if it has raised, otherwise because of a SIGTERM, which it may handle, unless
-        it is stopped. One that a signal has asked to end gets no second one."""
+        """Have the program end: by itself if an exception ends it, otherwise by SIGTERM, which it may handle; then kill
+        it. A stopped program is killed at once; a program that a signal has asked to end gets no second signal."""
         self.children.look(self.pid)
         if from_worker.ProgramBegins in self.said and not self.stopped_by():
             if from_worker.Failed in self.said:  # what it has registered with atexit takes its time
@@ -301,7 +300,7 @@ class Worker:
         await wait_until(lambda: self.is_gone or not self.said.isdisjoint(kinds), within)
 
     def close(self) -> None:
-        """Let go of the process; does nothing if that was done."""
+        """Close the channel, the pipe and the memory that this agent shares with the process, once."""
         if self.closed:
             return
         self.closed = True
@@ -333,7 +332,7 @@ class AttachedWorker(Worker):
         self._print_error = print_error
 
     async def silence(self, *, grace: float = TERM_GRACE) -> None:
-        """Let its reporter log nothing more."""
+        """Have the script's reporter log nothing more."""
         self.send(from_agent.BeQuiet())
         if self.said and not self.stopped_by():
             await self._hear(from_worker.IsQuiet, within=ANSWER_WITHIN)

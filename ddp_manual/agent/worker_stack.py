@@ -54,7 +54,7 @@ class WorkerStack:
         return readable_stack(self._written, place)
 
     async def ask(self, send: Callable[[int], None], place: str) -> str:
-        """Have the worker, to which ``send`` sends a signal, write its stacks; "" if it does not."""
+        """Have the worker write its stacks, by a signal that ``send`` sends, and return them; "" if it writes none."""
         self._written = before = ""
         send(signal_handlers.STACKS)
         await wait_until(lambda: bool(self._written), WRITTEN_WITHIN)
@@ -65,7 +65,7 @@ class WorkerStack:
         return readable_stack(before, place)
 
     def read(self) -> None:
-        """Take what is in the pipe."""
+        """Read what is in the pipe."""
         with suppress(OSError):  # such as BlockingIOError: that was all for now
             while piece := os.read(self._faults, 65536):
                 self._written = (self._written + piece.decode(errors="replace"))[-LONGEST:]
@@ -73,8 +73,8 @@ class WorkerStack:
 
 
 def readable_stack(text: str, place: str = "") -> str:
-    """Return what faulthandler has written, without this package's own threads, the main thread first; of libraries
-    only the innermost frames.
+    """Return what faulthandler has written, the main thread first, without this package's own threads, and of the
+    frames of libraries only the innermost ones.
 
     Args:
         place: the program's innermost line, as its heartbeat said it: below 100 frames of libraries faulthandler writes
