@@ -39,7 +39,7 @@ def adopt() -> None:
         _adopts.append(True)
 
 
-def is_own(process: subprocess.Popen[Any]) -> None:
+def note_own(process: subprocess.Popen[Any]) -> None:
     """Note a process that this one has started, and waits for itself."""
     _started[:] = [other for other in _started if other.returncode is None]
     _started.append(process)

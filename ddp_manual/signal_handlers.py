@@ -183,7 +183,7 @@ class Witness:
                 if not self.pid:
                     _collect_signals(parent, own_session=own_session)
 
-    def has_got(self, number: int, program: int) -> bool:
+    def was_sent_to(self, number: int, program: int) -> bool:
         """Return whether the witness has got this signal too, and so the program. All who ask about a signal within
         ONCE_WITHIN seconds get one answer.
 

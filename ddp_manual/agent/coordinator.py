@@ -124,7 +124,7 @@ class Coordinator:
     def _take(self, peer: Peer, message: FromRank | FromStranger) -> None:
         self.protocol.take(peer, message, time.monotonic())
         if isinstance(message, Heartbeat) and self._gathering is None and self._is_large_world:
-            self._gathering = asyncio.get_running_loop().call_soon(self._gather)
+            self._gathering = asyncio.get_running_loop().call_soon(self._let_heartbeats_pile_up)
 
     @property
     def _is_large_world(self) -> bool:
@@ -138,7 +138,7 @@ class Coordinator:
     def _closed(self, peer: Peer, reason: str) -> None:
         self.protocol.closed(peer, reason, time.monotonic())
 
-    def _gather(self) -> None:
+    def _let_heartbeats_pile_up(self) -> None:
         """Let heartbeats pile up for GATHER seconds, after all messages that have come so far were read."""
         self._gathering = None
         time.sleep(GATHER)

@@ -373,7 +373,7 @@ class Agent:
         """Send a signal to the program, unless its sender has sent it to the program too."""
 
         def send_on() -> None:
-            if self.witness is None or not self.witness.has_got(number, self.worker.pid):
+            if self.witness is None or not self.witness.was_sent_to(number, self.worker.pid):
                 self.worker.signal_all(number)
 
         asyncio.get_running_loop().call_later(signal_handlers.SENT_TO_ALL_WITHIN, send_on)

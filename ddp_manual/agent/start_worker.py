@@ -96,7 +96,7 @@ class Forker(Starter):
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = self._new_python([theirs.fileno()], self._words)
-        left_behind.is_own(self._process)
+        left_behind.note_own(self._process)
 
     def start_again(self) -> None:
         """Start the process that forks again if it was killed, as by the OOM killer; its workers died with it."""

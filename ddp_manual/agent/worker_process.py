@@ -90,7 +90,7 @@ class Worker:
         self._connection: Connection[from_worker.FromWorker] | None = None
         self.children = left_behind.Children()
         if process is not None:
-            left_behind.is_own(process)
+            left_behind.note_own(process)
         self._command = b""
         """How the program was started, as the kernel knows it."""
         self._is_replaced = False

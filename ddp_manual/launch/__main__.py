@@ -15,7 +15,7 @@ from ddp_manual import left_behind, signal_handlers, unread
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine
 from ddp_manual.errors import DdpManualError, Stopped
-from ddp_manual.launch.attempts import Launch, first_of
+from ddp_manual.launch.attempts import Launch, root_failure
 from ddp_manual.launch.function import Call
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.spawn import START_AGAIN
@@ -52,7 +52,7 @@ async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signal_handlers.BLOCKED_AT_START)
             asyncio.get_running_loop().add_reader(0, _stop_without_parent, started)
             await started.attempts()
-    failed = first_of(started.failed)
+    failed = root_failure(started.failed)
     if failed is None and started.signalled:
         why = "spawn got the signal, and passed it on to all ranks"
         failed = 0, Stopped(started.signalled, why=why, next=START_AGAIN)

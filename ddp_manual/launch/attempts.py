@@ -67,7 +67,7 @@ class Launch:
         """Have all parts start their ranks, and again after each failure that may not recur."""
         while True:
             await self.attempt()
-            first = first_of(self.failed)
+            first = root_failure(self.failed)
             if first is None or not self.may_start_again(first[1]):
                 break
             self.restarts += 1
@@ -97,7 +97,7 @@ class Launch:
             Stopped: a signal has stopped them.
         """
         has_saved, took = any(part.has_saved for part in self.parts), duration(time.monotonic() - self._began)
-        failed = first_of(self.failed)
+        failed = root_failure(self.failed)
         if self.signalled:
             way_on = f"to go on from the newest checkpoint:\n{whole(self.job.go_on)}" if has_saved else ""
             raise self._stopped(took, way_on)
@@ -140,7 +140,7 @@ def may_be_fixed(error: DdpManualError) -> bool:
     return code in FIXED_BY_A_RESTART or (code > 128 and code not in ASKED_TO_STOP)
 
 
-def first_of(failed: Sequence[Failure]) -> Failure | None:
+def root_failure(failed: Sequence[Failure]) -> Failure | None:
     """Return the first failure, PeerGone only if there is no other: a rank may lose a peer before that peer ends."""
     return min(failed, key=lambda failure: failure[1].exit_code == PeerGone.exit_code, default=None)
 

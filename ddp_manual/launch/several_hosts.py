@@ -21,7 +21,7 @@ from ddp_manual import signal_handlers
 from ddp_manual.agent.program_source import check_program, source_of
 from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped
-from ddp_manual.launch.attempts import Launch, Tell, first_of, say_how_to_look
+from ddp_manual.launch.attempts import Launch, Tell, root_failure, say_how_to_look
 from ddp_manual.launch.host_list import Host
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.session_messages import (
@@ -199,7 +199,7 @@ class HostedLaunch(Launch):
         super().take_signal(number)
 
     def conclude(self) -> int:
-        failed = first_of(self.failed)
+        failed = root_failure(self.failed)
         # An error about gone peers, or about the stop of a rank by its host, is only a consequence of the lost host.
         of_lost = failed is None or failed[1].exit_code == PeerLost.exit_code or failed[1].identifier == "stopped"
         if self.lost is not None and of_lost and not self.signalled:

@@ -233,12 +233,12 @@ class CoordinatorProtocol:
         """Wait again for a rank that had joined, and has left or was refused."""
         if rank not in self.roll_call.members:
             return
-        info, was_here = self.roll_call.info(rank), self.roll_call.was_here(rank)
-        self.roll_call.leave(rank, how, left_out=not was_here and rank in self.recovery.back)
+        info, has_worked_before = self.roll_call.info(rank), self.roll_call.has_worked_before(rank)
+        self.roll_call.leave(rank, how, left_out=not has_worked_before and rank in self.recovery.back)
         self._watch.health.forget(rank, self._now)
         if self.roll_call.works:  # it was about to come back to a world that has shrunk
             self._watch.health.leave(rank)
-        elif was_here:  # lost while the others begin anew, as when a host with two ranks is gone
+        elif has_worked_before:  # lost while the others begin anew, as when a host with two ranks is gone
             self.recovery.lose_too(info, how)
             self._shrink_if_due()
             self._hear_held()
@@ -402,7 +402,7 @@ class CoordinatorProtocol:
         have been cut off since; otherwise refuse the newcomers."""
         involved = [{end.host_id for end in pair[:2] if end is not None} for pair in failing]
         infos = self.roll_call.infos()
-        others = {info.host_id for info in infos if info.rank == 0 or not self.roll_call.was_here(info.rank)}
+        others = {info.host_id for info in infos if info.rank == 0 or not self.roll_call.has_worked_before(info.rank)}
         cut_off = set.intersection(*involved) - others
         lost = [info.rank for info in infos if info.host_id in cut_off]
         error = unreachable(failing)
@@ -416,7 +416,7 @@ class CoordinatorProtocol:
     @property
     def _newcomers(self) -> set[int]:
         """The ranks, without rank 0, that have not been in this run before, also not with another rank 0."""
-        return {rank for rank in self.roll_call.members if rank and not self.roll_call.was_here(rank)}
+        return {rank for rank in self.roll_call.members if rank and not self.roll_call.has_worked_before(rank)}
 
     def _advance(self) -> None:
         """Go on as far as possible: try the network, then tell the ranks to begin; or begin anew with those that came
@@ -497,7 +497,7 @@ class CoordinatorProtocol:
                 next="start this rank again: the others still wait for it",
             )
             how = f"has been silent for {seconds}: its agent is stopped, or its host is gone"
-            if self.roll_call.was_here(rank):  # it may be back before another process has its seat
+            if self.roll_call.has_worked_before(rank):  # it may be back before another process has its seat
                 self._vacate_seat(self._peers.pop(rank))
                 self._miss_again(rank, how)
             else:

@@ -259,7 +259,7 @@ class RollCall:
     def have_worked(self) -> set[int]:
         return {rank for rank, member in self.members.items() if member.has_worked}
 
-    def was_here(self, rank: int) -> bool:
+    def has_worked_before(self, rank: int) -> bool:
         """Return whether a rank has worked in this run before, with this rank 0 or with an earlier one."""
         return self.members[rank].has_worked or bool(self.info(rank).goes_on)
 

@@ -51,7 +51,7 @@ class Witness:
     def __init__(self, *, own_session: bool) -> None:
         self._own_session = own_session
 
-    def has_got(self, number: int, program: int) -> bool:
+    def was_sent_to(self, number: int, program: int) -> bool:
         return number == signal.SIGINT and not self._own_session
 
     def forget(self) -> None:

@@ -27,7 +27,7 @@ def worker(command):
     marked = {**os.environ, left_behind.MARK: str(os.getpid())}
     how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": marked}
     process = subprocess.Popen(["sh", "-c", script], **how)
-    left_behind.is_own(process)
+    left_behind.note_own(process)
     pids = [int(line) for line in iter(process.stdout.readline, "ready\\n")]
     started.extend([process.pid, *pids])
     return process, pids
@@ -118,7 +118,7 @@ def test_orphans_that_end_are_no_zombies_and_children_keep_their_exit_status() -
         left_behind.adopt()
         process, (orphan,) = worker("(sh -c 'echo $$; exec sleep 100' & sleep 0.2)")
         child = subprocess.Popen(["sh", "-c", "exit 7"])
-        left_behind.is_own(child)
+        left_behind.note_own(child)
         wait_until(lambda: has_ended(child.pid))
         os.kill(orphan, 9)
         wait_until(lambda: has_ended(orphan))

@@ -41,11 +41,11 @@ try:
     send()
     witness.forget()  # what nobody has asked about
     until(lambda: not pending())
-    assert not witness.has_got(signal.SIGTERM, ours)
+    assert not witness.was_sent_to(signal.SIGTERM, ours)
     time.sleep(signal_handlers.ONCE_WITHIN + 0.1)
     send()
-    assert witness.has_got(signal.SIGTERM, ours)
-    assert not witness.has_got(signal.SIGTERM, of_its_own)
+    assert witness.was_sent_to(signal.SIGTERM, ours)
+    assert not witness.was_sent_to(signal.SIGTERM, of_its_own)
 finally:
     witness.close()
     for program in programs:
