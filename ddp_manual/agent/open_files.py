@@ -9,7 +9,7 @@ from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
 from ddp_manual.world_options import WorldSpec
 
-# Connections that a rank keeps to processes of rank 0: one to its agent, at most two to torch's store in its worker.
+# The most that a rank keeps to one process of rank 0: one to its agent, at most two to torch's store in its worker.
 CONNECTIONS_PER_RANK = 2
 OWN_DESCRIPTORS = 100
 

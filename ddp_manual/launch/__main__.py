@@ -38,11 +38,11 @@ class RanksOfFunction(Ranks):
         return Task(program=self.job.program, command=again, launched=self.job.go_on, restarts=counts)
 
     def print_error(self, rank: int, error: DdpManualError, output: RankOutput) -> None:
-        """Print nothing."""
+        """Print nothing: the script raises the error."""
 
 
 async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
-    """Launch the ranks, and leave why the first has failed."""
+    """Launch the ranks, and write into the folder of ``call`` why the first rank that failed has failed."""
     spec = call.spec
     with machine.reserved_port() as port:
         job = Job(spec=spec, run_id=spec.run_id or new_run_id(), run_dir=None, go_on=START_AGAIN, program=call.program)
@@ -61,7 +61,7 @@ async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
 
 
 def _stop_without_parent(started: Launch) -> None:
-    """Stop the ranks in order, and at once if that takes too long: the script has closed the pipe, or has ended."""
+    """Stop the ranks in order, at once after WITHOUT_PARENT seconds: the script has closed the pipe, or has ended."""
     loop = asyncio.get_running_loop()
     loop.remove_reader(0)
     started.take_signal(signal.SIGTERM)

@@ -1,5 +1,5 @@
 """The engine of every launch: it starts all ranks, passes on signals, starts the ranks again after a failure that may
-not recur, and says why the run has ended. Where the ranks are, on this host or on others, is the matter of its parts.
+not recur, and says why the run has ended. Each part of a launch knows where its ranks are: on this host or another.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ddp_manual.text_wrapping import whole
 from ddp_manual.wording import duration
 
 # Another attempt may go well after an exception of the training or the loss of a peer. After other errors it would not:
-# options, names, versions, files, data and devices would be the same. A rank that a signal has stopped was asked to.
+# options, names, versions, files, data and devices would be the same. A rank stopped by a signal was meant to end.
 FIXED_BY_A_RESTART = (TrainingFailed.exit_code, PeerGone.exit_code)
 ASKED_TO_STOP = tuple(128 + number for number in signal_handlers.STOP)
 
 Failure = tuple[int, DdpManualError]
 """A rank, and the error that has ended it."""
 Tell = Callable[[Failure], None]
-"""Is told each failure at once."""
+"""Called with each failure, as soon as the rank has ended."""
 
 
 class Part(Protocol):
@@ -34,13 +34,13 @@ class Part(Protocol):
 
     @property
     def has_saved(self) -> bool:
-        """Whether our own training has left a checkpoint there from which to go on."""
+        """Whether our own training has left a checkpoint, from which it can go on, on the host of this part."""
 
     async def attempt(self, restarts: int, tell: Tell) -> None:
         """Start all these ranks, and wait until the last has ended.
 
         Args:
-            restarts: how often all ranks were started before.
+            restarts: how often all ranks were started again so far.
         """
 
     def take_signal(self, number: int) -> None:
@@ -51,7 +51,7 @@ class Launch:
     """All attempts at a run.
 
     Args:
-        parts: that of rank 0 first.
+        parts: the part with rank 0 is the first.
     """
 
     def __init__(self, job: Job, parts: Sequence[Part] = ()) -> None:
@@ -60,11 +60,11 @@ class Launch:
         """The first signal that has asked the run to stop, or 0."""
         self.restarts = 0
         self.failed: list[Failure] = []
-        """In this attempt."""
+        """The failures of this attempt."""
         self._began = time.monotonic()
 
     async def attempts(self) -> None:
-        """Have all parts start their ranks, as often as that may go well."""
+        """Run an attempt; after a failure that may not recur, run another one, at most ``max_restarts`` times."""
         while True:
             await self.attempt()
             first = first_of(self.failed)
@@ -105,17 +105,17 @@ class Launch:
             say(f"all ranks finished after {took}")
             return 0
         rank, error = failed
-        # Of a peer that is gone all ranks say the same, none of which has failed itself.
+        # If a peer is gone, all ranks report that, and none of them has failed itself.
         first = "the run has ended" if error.exit_code == PeerGone.exit_code else f"rank {rank} failed first"
         why = "" if sys.stderr.isatty() else f": {in_short(error)}"  # whoever opens a file looks at its end
         say(f"{first}, with exit code {error.exit_code}, after {took}{why}")
         its_files = error.exit_code == RunFilesError.exit_code and error.identifier != DiskFull.identifier
-        if (has_saved or may_be_fixed(error)) and not its_files:  # of which the error has said what to do
+        if (has_saved or may_be_fixed(error)) and not its_files:  # the error has said what to do about files
             say(f"to {'go on from the newest checkpoint' if has_saved else 'start again'}:\n{whole(self.job.go_on)}")
         return error.exit_code
 
     def _stopped(self, took: str, way_on: str) -> Stopped:
-        """Return what a rank says of how far the run was. All say that alike; some add what broke because of it."""
+        """Return Stopped in the words of the rank with the shortest ``why``: some add what broke by the stop."""
         ranks = [error for _, error in self.failed if isinstance(error, Stopped)]
         said = min(ranks, key=lambda error: len(error.why), default=None)
         stopped = Stopped(self.signalled, f"after {took}", next=way_on)
@@ -130,18 +130,18 @@ def say_how_to_look(address: dict[str, Any]) -> None:
 
 
 def may_be_fixed(error: DdpManualError) -> bool:
-    """Return whether to start all ranks again, as also after the kernel has killed a rank because memory ran out.
+    """Return whether to start all ranks again after this error, such as after the OOM killer has ended a rank.
 
-    Of a failure of another rank, which may be on another host, decide as is decided there: no host starts again alone.
+    If the error is about another rank, maybe on another host, judge that rank's error: all hosts then decide alike.
     """
     identifier, code = error.on_its_rank or (error.identifier, error.exit_code)
-    if identifier == TrainingFailed.identifier:  # whose exit code is the program's own
+    if identifier == TrainingFailed.identifier:  # its exit code is the program's own
         return True
     return code in FIXED_BY_A_RESTART or (code > 128 and code not in ASKED_TO_STOP)
 
 
 def first_of(failed: Sequence[Failure]) -> Failure | None:
-    """Return the failure that has ended the others: a rank that has lost a peer may have ended before that peer."""
+    """Return the failure that has caused the others: a rank that has lost a peer may have ended before that peer."""
     return min(failed, key=lambda failure: failure[1].exit_code == PeerGone.exit_code, default=None)
 
 

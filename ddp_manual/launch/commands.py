@@ -16,7 +16,7 @@ from ddp_manual.terminal import stdout_width
 from ddp_manual.text_wrapping import wrapped
 from ddp_manual.world_options import WorldSpec
 
-# The setting of Linux from which the kernel takes the ports of probes, of torch's store, of gloo and of NCCL.
+# The Linux setting with the range from which the kernel gives ports to probes, torch's store, gloo and NCCL.
 FREE_PORTS = "net.ipv4.ip_local_port_range"
 
 
@@ -28,13 +28,13 @@ def list_commands(
     training: Sequence[str] = (),
     own: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return where the ranks meet, what all hosts must have, and the command of each rank, the ranks of a host in a
-    row.
+    """Return where the ranks meet, what must be the same on all hosts, and each rank's command; the ranks of a host are
+    consecutive.
 
     Args:
-        options: those of WorldSpec that were typed.
+        options: the options of WorldSpec that were typed.
         program: the user's own program; None: our training, with the options ``training``.
-        own: the options of ``train`` or ``run`` that each rank has besides.
+        own: further options of ``train`` or ``run``, which each rank has.
 
     Raises:
         BadOption: the ranks could not meet with these options.
@@ -62,7 +62,7 @@ def list_commands(
 
 
 def _alike(spec: WorldSpec, program: Program | None) -> list[str]:
-    """Return what all hosts must have."""
+    """Return what must be the same on all hosts."""
     has = ["ddp_manual", "Python's minor version", "torch"]
     has.append("the images of the data set" if program is None else f"{program.name} and what it imports")
     if spec.token_file is not None:
@@ -73,7 +73,7 @@ def _alike(spec: WorldSpec, program: Program | None) -> list[str]:
 
 
 def text(found: dict[str, Any], program: Program | None) -> str:
-    """Return what to type, host by host; all else is a shell's comment."""
+    """Return the commands to type, host by host; all other lines are shell comments."""
     folder = "" if program is None else f", in the folder of {program.name}"
     lines = [f"# Type each line in a terminal of its own{folder}. Any order will do."]
     by_host = [(host, [*ranks]) for host, ranks in itertools.groupby(found["ranks"], lambda rank: rank["host"])]

@@ -1,6 +1,6 @@
 """The program of each rank of ``spawn``: it imports the script that has called ``spawn``, joins the other ranks, and
-calls the function: ``python -m ddp_manual.launch.function FOLDER``. What is called is a file in that folder; why the
-ranks have failed becomes files beside it.
+calls the function: ``python -m ddp_manual.launch.function FOLDER``. A file in that folder says what to call; the
+errors of ranks are written to files beside it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ddp_manual.world_options import WorldSpec
 
 
 class _Copier(ForkingPickler):
-    """Copies values. What multiprocessing shares with a child in other ways does not reach the child of a child."""
+    """Pickles values without multiprocessing's reducers: its locks and the like reach a child, not a child's child."""
 
     _extra_reducers: ClassVar[dict[type, Callable[[Any], Any]]] = {}
 
 
 class Call:
-    """What the ranks call, and how that has ended, as files."""
+    """The files in ``folder`` that say what the ranks call and how the call has ended."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,10 +42,10 @@ class Call:
         return Program(kind=MODULE, name=__name__, arguments=(str(self.folder),), prepare=prepare)
 
     def write(self, train_fn: Callable[..., object], args: Sequence[Any], spec: WorldSpec) -> None:
-        """Write what is called.
+        """Write the function and its arguments, and the options of the ranks.
 
         Raises:
-            BadOption: something cannot be copied.
+            BadOption: the function or an argument cannot be pickled.
         """
         script = spawn.get_preparation_data(name_of(train_fn))
         del script["authkey"]  # the ranks are no children of multiprocessing's
@@ -87,7 +87,7 @@ class Call:
         return rank, words.error()
 
     def keep_cause(self, rank: int, cause: Exception) -> None:
-        with suppress(Exception):  # of the user's own class, when it is copied
+        with suppress(Exception):  # an exception of the user's own class may not be copyable
             (self.folder / f"cause{rank}").write_bytes(_Copier.dumps(cause))
 
     def cause(self, rank: int) -> Exception | None:
@@ -103,7 +103,7 @@ def name_of(train_fn: Callable[..., object]) -> str:
 
 
 def prepare(rank: int, arguments: Sequence[str]) -> Mapping[str, Any]:
-    """Return what ranks must have in common: all of them have copies of one call."""
+    """Return nothing for the ranks to compare: all of them have copies of the same call."""
     return {}
 
 

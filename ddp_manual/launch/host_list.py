@@ -1,4 +1,4 @@
-"""The hosts of a run and how many ranks each has, as ``--hosts a:4,b:4`` or a hostfile says it."""
+"""The hosts of a run and how many ranks each has, as ``--hosts a:4,b:4`` or a hostfile lists them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Return the hosts of a hostfile as Open MPI and DeepSpeed have it: ``host slots=N`` on each line.
+    """Return the hosts of a hostfile in the format of Open MPI and DeepSpeed: ``host slots=N`` on each line.
 
     ``#`` begins a comment. As in Open MPI, a host without ``slots`` has one rank, or those of ``max_slots=M``, which is
     otherwise only an upper bound.
@@ -174,10 +174,10 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _without_twins(found: Sequence[tuple[str, Host]], form: str) -> list[Host]:
-    """Return the hosts if each comes once, whatever its user.
+    """Return the hosts, after a check that none is listed twice, not even with another user.
 
     Open MPI adds up the lines that repeat a host without ``slots``, DeepSpeed refuses them. They are refused here too,
-    because the ranks of a host count in a row, and such a file may have meant another order.
+    because the ranks of a host are consecutive, and such a file may have meant another order.
 
     Args:
         found: where each host was found, and the host.

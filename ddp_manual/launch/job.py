@@ -29,9 +29,9 @@ class Job:
     go_on: str
     """The command that starts the run again, our own training from its newest checkpoint."""
     program: Program | None = None
-    """Of the user's own."""
+    """The user's own program; None: our own training."""
     config: TrainConfig | None = None
-    """Of our own training."""
+    """The options of our own training; None: the ranks run ``program``."""
     may_differ: Sequence[str] = ()
     """The arguments of the program that may differ between ranks."""
     forks: bool = True
@@ -41,8 +41,8 @@ class Job:
 
     @property
     def max_restarts(self) -> int:
-        """How often all ranks are started again. Where a rank's own code counts as its loss, rank 0 counts these, and
-        starts that rank again."""
+        """How often ``launch`` starts all ranks again: 0 without --max_restarts or with --on_loss_of_own_code, where
+        only the rank that failed is started again, and rank 0 counts how often."""
         chosen = self.spec.source("max_restarts") != "default" and not self.spec.on_loss_of_own_code
         return self.spec.max_restarts if chosen else 0
 
@@ -62,18 +62,18 @@ def job_of(
     may_differ: Sequence[str] = (),
     start: str = "fork",
 ) -> Job:
-    """Return what was typed, with the command that starts it again, and resumes our own training.
+    """Return the job that was typed, with the command that starts it again and resumes our own training.
 
     Args:
         spec: the options of each rank, without its place in the world.
         after: what was typed after the options of ``launch``: the script and its arguments, or training options.
         run_dir: where results go; None: of our own training a folder that is named after the time, otherwise nowhere.
-        variables: the names of those that are passed on to other hosts.
-        start: ``fork`` or ``exec``.
+        variables: the names of the environment variables that are passed on to other hosts.
+        start: how workers are started: ``fork`` or ``exec``.
     """
     command, typed = command_line.typed_command()
     run_id = new_run_id()
-    # Whoever looks at the run is shown the command to go on: it has no values of variables.
+    # Everybody who looks at the run is shown this command: it has no values of variables, which may be secret.
     before = command_line.without_options(typed[: len(typed) - len(after)], "export")
     names = ",".join(name for name in variables if name != user_variables.TOKEN_VARIABLE)
     before = [*command, *before[:1], *(["--export", names] if names else []), *before[1:]]
@@ -88,7 +88,7 @@ def job_of(
             may_differ=may_differ,
             forks=start == "fork" and task.kind != EXECUTABLE,
         )
-    # The time in its name is this machine's on all hosts.
+    # Its name has the time on this machine, so it is the same on all hosts.
     folder = run_dir or default_run_dir(run_id)
     launch = command_line.without_options(before, "run_dir")
     training = [*command_line.without_options(after, "resume"), "--resume", "auto"]
@@ -116,7 +116,7 @@ class Hosts:
         return range(first, first + self.slots[self.node_rank])
 
     def check(self, spec: WorldSpec) -> None:
-        """Raise BadOption if the hosts cannot be these, or cannot meet."""
+        """Raise BadOption if --node_rank names none of the hosts, or if no address says where they meet."""
         nnodes = len(self.slots)
         if self.node_rank >= nnodes:
             raise BadOption(

@@ -1,8 +1,8 @@
 """The process of ``launch --hosts`` on each host, which ``launch/several_hosts.py`` starts by way of ssh.
 
 It lives only as long as its connection to the launcher: at the end of standard input, or when nothing has come for
-``SILENT_AFTER`` seconds, it ends all ranks of its host. What both say is in ``session_messages``; lines of ranks begin
-with ``[rank k]``. A second process only waits for its end, and then ends whatever the ranks have started and left.
+``SILENT_AFTER`` seconds, it ends all ranks of its host. ``session_messages`` lists the messages; lines of ranks begin
+with ``[rank k]``. Its parent process only waits for its end, and then ends what the ranks have started and left.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ddp_manual.protocol.agent import SAVE_WITHIN
 from ddp_manual.ranks_and_runs import LastWords
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
 
-# Seconds in which the ranks of this host can say themselves that those of a lost host are gone.
+# Seconds in which the ranks of this host can report themselves that the ranks of a lost host are gone.
 EXPLAIN_WITHIN = 1.0
 
 
@@ -115,7 +115,7 @@ class _Served:
                 self._tell(AttemptEnded(ranks.has_saved))
 
     async def _read(self, stdin: asyncio.StreamReader) -> None:
-        reader = LineReader(read_from_launcher, LONGEST_ANSWER)  # arguments and variables of the user's own
+        reader = LineReader(read_from_launcher, LONGEST_ANSWER)  # an Order has the user's arguments and variables
         try:
             while data := await stdin.read(1 << 16):
                 self._heard = time.monotonic()
@@ -124,7 +124,7 @@ class _Served:
         except Unreadable as error:
             too_much = BadOption(f"what to run cannot be read: {error}", why="", next="give long arguments in a file")
             self._tell(Refused(LastWords.of(too_much)))
-        except DdpManualError as error:  # of an option of the job
+        except DdpManualError as error:  # an option of the job cannot work
             self._tell(Refused(LastWords.of(error)))
         self._end_with_connection(END_WITHIN)
 
@@ -146,7 +146,7 @@ class _Served:
             self._ranks.give_up(PeerLost(why, why="", next=""))
 
     async def _keep_alive(self) -> None:
-        while True:  # one at a time, since the other side may not read for as long as its terminal is held
+        while True:  # one at a time: the launcher does not read while its terminal is held
             await asyncio.wrap_future(self._tell(Alive()))
             await asyncio.sleep(ALIVE_EVERY)
 
@@ -156,7 +156,7 @@ class _Served:
         self._end_with_connection(END_WITHIN - SILENT_AFTER)
 
     def _take_signal(self, number: int) -> None:
-        """Pass on a signal of this host, which may be about to end the connection to the other side too."""
+        """Pass on a signal that was sent on this host; if the host goes down, its connection may end next."""
         self._host_goes_down |= number != signal_handlers.SAVE
         self._signal(number)
 
@@ -165,16 +165,16 @@ class _Served:
             self._ranks.take_signal(number)
 
     def _end_with_connection(self, within: float) -> None:
-        """Stop all ranks. Where the other hosts go on without this one its ranks are to be lost instead, since a rank
-        that stops in order stops all others with it."""
+        """Stop all ranks, since the connection has ended. If the other hosts go on without this one, kill this process,
+        and its ranks with it, instead: a rank that stops in order stops all other ranks too."""
         keeps_seats = self._ranks is not None and self._ranks.job.spec.on_loss != LEAVE
         if keeps_seats and self._at_work and not (self._stopping or self._host_goes_down or self._was_asked):
             os.kill(os.getpid(), signal.SIGKILL)
         self._stop(within)
 
     def _stop(self, within: float) -> None:
-        """Stop all ranks: at first in order, then at once, and after ``within`` seconds with this process. Where a
-        signal of this host has done the first, programs have the time to do what they do about it."""
+        """Stop all ranks: first in order, then at once; end this process after ``within`` seconds. If a signal on this
+        host has already asked them to stop, this process ends after SAVE_WITHIN seconds instead."""
         if self._stopping:
             return
         self._stopping = True

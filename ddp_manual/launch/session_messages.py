@@ -1,7 +1,7 @@
-"""What ``launch --hosts`` and its process on each host say to each other: this module is the whole list.
+"""All messages between ``launch --hosts`` and its process on each host.
 
-Each message is a JSON object on a line: those to the host on the standard input of its process, those to the launcher
-on standard output, behind ``MARK``, between the lines of ranks.
+Each message is a line with a JSON object. The host's process reads messages from standard input, and writes its own to
+standard output, behind ``MARK``, between the lines of ranks.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ddp_manual.ranks_and_runs import Count, LastWords, Port, Seconds
 from ddp_manual.wire import Read, local_reader_of, reader_of
 
 MARK = b"\x1eddp-manual "
-# Seconds. Each side says as often that it is alive, and gives up the other when nothing has come for so long.
+# Seconds: how often each side says that it is alive, and after how long a silence it gives up the other side.
 ALIVE_EVERY = 1.0
 SILENT_AFTER = 5.0
-# Seconds from the last sign of the launcher to the end of a host's process, whatever it does: the kernel ends its
+# Seconds from the launcher's last message to the end of a host's process, whatever that does; the kernel ends the
 # workers with it.
 END_WITHIN = 8.5
 
 
 class Alive(Message):
-    """Says nothing else; sent every second by each side."""
+    """The sender is alive; each side sends this every second."""
 
 
 class Order(Message):
@@ -32,7 +32,7 @@ class Order(Message):
     job: Job
     hosts: Hosts
     variables: Mapping[str, str]
-    """Those to set on the host."""
+    """The environment variables to set on the host."""
 
 
 class Begin(Message):
@@ -45,7 +45,7 @@ class Begin(Message):
 
 
 class PassOn(Message):
-    """A signal to the launcher, which is meant for the ranks."""
+    """Pass a signal that the launcher has got on to the ranks."""
 
     number: int
 
@@ -55,7 +55,7 @@ class GiveUp(Message):
 
 
 class HostIsGone(Message):
-    """End the ranks in time, since another host is gone and the run does not go on without it."""
+    """End the ranks within ``within`` seconds, since host ``name`` is gone and the run does not go on without it."""
 
     name: str
     within: Seconds
@@ -81,7 +81,7 @@ class HostReady(Message):
     code: Mapping[str, str]
     """Part of the program -> digest of its source code there."""
     port: Port
-    """One that is free there for rank 0."""
+    """A port that is free there, for rank 0."""
 
 
 class RankFailed(Message):

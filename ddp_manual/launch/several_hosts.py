@@ -43,7 +43,7 @@ from ddp_manual.terminal import say, width_of
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wording import in_words
 
-# Seconds from the loss of a session to the next try to open another one, by when the old one's ranks have ended.
+# Seconds between the loss of a session and each try to open another one; by then the old session's ranks have ended.
 OPEN_AGAIN_AFTER = 5.0
 
 
@@ -51,7 +51,7 @@ class HostedLaunch(Launch):
     """A run of ranks on several hosts, with all attempts at it.
 
     Args:
-        variables: to be passed on to the hosts.
+        variables: the environment variables to set on the hosts.
     """
 
     def __init__(self, job: Job, hosts: Sequence[Host], remote: Remote, variables: Mapping[str, str]) -> None:
@@ -63,11 +63,11 @@ class HostedLaunch(Launch):
             RanksOfHost(self, host, Hosts(slots, number, by_ssh=True)) for number, host in enumerate(hosts)
         ]
         self.lost: DdpManualError | None = None
-        """Why the run ends, where it ends because a host is gone."""
+        """Why the run ends, if it ends because a host is gone; otherwise None."""
         self.at_work: set[RanksOfHost] = set()
         """The hosts whose ranks run."""
         self.over = asyncio.Event()
-        """Set once no lost host is waited for any more, in this attempt."""
+        """Set once this attempt no longer waits for lost hosts."""
         self._closing: list[asyncio.Future[None]] = []
 
     def run(self) -> int:
@@ -149,13 +149,13 @@ class HostedLaunch(Launch):
         return self.lost is None and super().may_start_again(error)
 
     def keeps_seats_of(self, lost: RanksOfHost) -> bool:
-        """Return whether the run goes on without a host: it does if any other is at work, and nobody has stopped."""
+        """Tell whether the run goes on without a host: not after a signal or a failure there, nor if no other works."""
         stops = self.signalled or any(rank in lost.hosts.ranks for rank, _ in self.failed)
         return self.job.spec.on_loss != LEAVE and bool(self.at_work) and not stops
 
     def have_ended(self, ended: RanksOfHost) -> None:
-        """Take note that the ranks of a host have ended. Where they have worked the run is over, and nobody needs those
-        that still wait for a seat."""
+        """Note that the ranks of a host have ended. Unless they are newcomers while other hosts are at work, the run is
+        over: tell newcomers that still wait for a seat to give up."""
         if not ended.is_newcomer or not self.at_work:
             self.over.set()
             for part in self.parts:
@@ -163,7 +163,7 @@ class HostedLaunch(Launch):
                     part.session.send(GiveUp())
 
     async def is_over_before(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Wait until the work is done; return whether the run was over before, and the work was cancelled."""
+        """Do the work, or cancel it as soon as the run is over; return whether the run is over."""
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(work), asyncio.create_task(self.over.wait())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -183,7 +183,7 @@ class HostedLaunch(Launch):
             next=f"{remedy}\nthen start again:\n{whole(self.job.go_on)}",
         )
         was_stopped = any(rank in lost.hosts.ranks and error.identifier == "stopped" for rank, error in self.failed)
-        within = SAVE_WITHIN if was_stopped else lost.session.others_end_within  # a host that went down, and said so
+        within = SAVE_WITHIN if was_stopped else lost.session.others_end_within  # after a stop, ranks may be saving
         for part in self.parts:
             part.session.send(HostIsGone(lost.name, within))
             asyncio.get_running_loop().call_later(max(within, END_WITHIN) + 1, part.session.kill)
@@ -193,14 +193,14 @@ class HostedLaunch(Launch):
             if not self.signalled:
                 self._asked = time.monotonic()
             elif time.monotonic() - self._asked > signal_handlers.ONCE_WITHIN and not self._closing:
-                # Also those of hosts that take no signal any more.
+                # This also ends the ranks of hosts that no longer handle signals.
                 self._closing = [asyncio.ensure_future(part.session.close()) for part in self.parts]
             self.over.set()
         super().take_signal(number)
 
     def conclude(self) -> int:
         failed = first_of(self.failed)
-        # What a rank says because its peers are gone, or because its host has stopped it, follows from that.
+        # An error about a lost peer, or a stop by the rank's own host, only follows from the loss of the host.
         of_lost = failed is None or failed[1].exit_code == PeerLost.exit_code or failed[1].identifier == "stopped"
         if self.lost is not None and of_lost and not self.signalled:
             raise self.lost
@@ -238,8 +238,8 @@ class RanksOfHost:
         self.session.send(PassOn(number))
 
     async def attempt(self, restarts: int, tell: Tell) -> None:
-        """Have the host start its ranks, and wait until they have ended. Where the run goes on without a lost host,
-        open another session once that is possible."""
+        """Have the host start its ranks, and wait until they have ended. If the run goes on without a lost host,
+        open another session to that host once that is possible."""
         launch, self.is_newcomer = self._launch, False
         while not await self._have_ended(restarts, tell):
             if self.is_newcomer and launch.over.is_set():
@@ -254,7 +254,7 @@ class RanksOfHost:
         launch.have_ended(self)
 
     async def _have_ended(self, restarts: int, tell: Tell) -> bool:
-        """Have the host start its ranks; return whether they have ended before the session has."""
+        """Have the host start its ranks; return True once they have ended, False if the session ends first."""
         launch = self._launch
         launch.at_work.add(self)
         self.session.send(Begin(**launch.meeting_point, restarts=restarts))
@@ -270,7 +270,7 @@ class RanksOfHost:
             launch.at_work.discard(self)
 
     async def _open_again(self) -> bool:
-        """Open another session; return whether that went well before the run was over, or the time of the seats."""
+        """Open another session to the host; return whether that succeeded before the run was over or rejoin_timeout."""
         launch, name, ranks = self._launch, self.name, self.ranks_in_words
         cause, _ = self.session.why_ended()
         say(f"the connection to host {name} has ended, and {ranks} with it: {cause}")

@@ -1,6 +1,6 @@
 """``spawn(train_fn, nprocs)``: call a function of a script in N ranks that the script itself starts.
 
-It is ``launch`` of a function. What launches is a process of its own, ``launch/__main__.py``: the script may have an
+It is ``launch`` of a function. A separate process launches the ranks, ``launch/__main__.py``: the script may have an
 event loop, as in a notebook, and threads. Each rank imports the script, and calls the function: ``launch/function.py``.
 """
 
@@ -37,7 +37,7 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
 
     Args:
         train_fn: at the top level of a module or of the script, so that each rank finds it by its name.
-        args: its arguments after the world; copied to each rank.
+        args: its arguments after ``world``; each rank gets a copy.
         world_options: of WorldSpec, such as ``join_timeout=60`` or ``device="cpu"``, except those that spawn decides.
 
     Raises:
@@ -61,10 +61,10 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
 
 
 def _launch(call: Call) -> None:
-    """Have a process launch the ranks, and pass signals on to it. It ends with this one, which has its standard input.
+    """Have a process launch the ranks, and pass signals on to it. At the end of its stdin, a pipe from here, it ends.
 
     Raises:
-        PeerLost: it was killed.
+        PeerLost: that process was killed, or failed.
     """
     word = f"folder={call.folder}"
     starting = start_python(Path(__file__).parent, [], [word], stdin=PIPE, start_new_session=True)
@@ -93,7 +93,7 @@ def _spec(nprocs: int, options: dict[str, Any]) -> WorldSpec:
 
 def _check(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any]) -> None:
     """Check that a new Python can find the function and call it in so many ranks; copying ``args`` checks the rest."""
-    function = getattr(train_fn, "func", train_fn)  # of a functools.partial
+    function = getattr(train_fn, "func", train_fn)  # the function that a functools.partial calls
     name = function.__qualname__ if isinstance(function, FunctionType) else ""
     main = sys.modules["__main__"]
     is_importable = getattr(main, "__spec__", None) or os.path.exists(getattr(main, "__file__", None) or "")

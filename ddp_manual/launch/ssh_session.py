@@ -39,7 +39,7 @@ from ddp_manual.wire import encode_local
 
 T = TypeVar("T")
 
-# A cut network ends ssh after 5 s. No shared connection is used nor begun: these intervals do not apply to it, its
+# A cut network ends ssh after 5 s. No connection is shared (ControlMaster): these intervals would not apply to it, its
 # process keeps the pipes of a session that was killed, and it would outlive the run.
 SSH_OPTIONS = (
     "BatchMode=yes",
@@ -54,7 +54,7 @@ READY_WITHIN = 60.0
 NO_FOLDER = 77
 # The options of ssh, as getopt has them.
 OF_SSH = "1246AaCfGgKkMNnqsTtVvXxYyB:b:c:D:E:e:F:I:i:J:L:l:m:O:o:P:p:Q:R:S:W:w:"
-# Those that ssh-copy-id has too, and those for which it has another one.
+# The options of ssh that ssh-copy-id has too, and those that it takes as -o NAME=VALUE.
 OF_COPY_ID = ("-i", "-p", "-F", "-o")
 SETTINGS = {"-J": "ProxyJump", "-l": "User"}
 
@@ -79,7 +79,7 @@ SSH_SAYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """How to reach the hosts, and what they have."""
+    """How to reach the hosts, and in which folder and with which Python each host starts its ranks."""
 
     ssh: Sequence[str] | None
     """The ssh command; None: ``ssh``, and a child process on this machine for localhost."""
@@ -88,10 +88,10 @@ class Remote:
 
     @classmethod
     def of(cls, ssh: str | None, folder: str | None, python: str | None) -> Remote:
-        """Return what was typed; folder and Python are by default the same as here.
+        """Return what was typed as a Remote; by default the folder and the Python are the same as here.
 
         Raises:
-            BadOption: the folder is below the home of a user who is named.
+            BadOption: the folder begins with ~USER.
         """
         if folder is not None and re.match("~[^/]", folder):
             raise BadOption(
@@ -109,7 +109,7 @@ class Remote:
         folder = '"$HOME"' + shlex.quote(self.folder[1:]) if at_home else shlex.quote(self.folder)
         script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {shlex.quote(self.python)} -m ddp_manual hosted"
         if self.ssh is None and host in LOCAL:
-            return ["sh", "-c", f"unset SSH_CONNECTION; {script}"]  # it is of another login
+            return ["sh", "-c", f"unset SSH_CONNECTION; {script}"]  # it describes a login to this machine
         options = [word for option in SSH_OPTIONS for word in ("-o", option)]
         return [*(self.ssh or ["ssh"]), *options, "-T", "-x", "--", host, f"sh -c {shlex.quote(script)}"]
 
@@ -120,7 +120,7 @@ class Remote:
         by = f"-e {shlex.quote(ssh)} " if options else ""
         user, at, address = host.rpartition("@")
         to = f"{user}{at}[{address}]" if ":" in address else host
-        # From the home, where a path begins that does not begin with a slash.
+        # A path from the home folder: rsync looks there for a path without a leading slash.
         folder = self.folder.removeprefix("~").removeprefix("/") or "." if self.folder[:1] == "~" else self.folder
         config = options[options.index("-F") + 1 :][:1] if "-F" in options else []
         return {
@@ -133,10 +133,10 @@ class Remote:
 
 
 def _for_copy_id(options: Sequence[str]) -> list[str]:
-    """Return what ssh-copy-id knows of options of ssh."""
+    """Return those of the options of ssh that ssh-copy-id can take, in its form."""
     try:
         given, _ = getopt.getopt(list(options), OF_SSH)
-    except getopt.GetoptError:  # of another program than ssh
+    except getopt.GetoptError:  # the program is not ssh
         return []
     kept = [(name, value) for name, value in given if name in OF_COPY_ID]
     kept += [("-o", f"{SETTINGS[name]}={value}") for name, value in given if name in SETTINGS]
@@ -171,7 +171,7 @@ def why_not(host: str, remote: Remote, code: int | None, said: str) -> tuple[str
         )
     if "No such command" in said:
         return "its ddp_manual is too old", f"install version {ddp_manual.__version__} there"
-    if code is not None and (code > 128 or code < 0):  # below 0 without a shell or ssh in between
+    if code is not None and (code > 128 or code < 0):  # it is below 0 if no shell or ssh was in between
         name = signal_name(code - 128 if code > 0 else -code)
         return f"its agents were ended by {name}", f"see who has sent it, or whether memory ran out: {log_in} dmesg"
     return f"its Python has ended with exit code {code}: {last}", f"log in, and try it there: {log_in}"
@@ -195,7 +195,7 @@ class Session:
         """What ssh and the host have written to stderr; the lines of ranks are left out."""
         self.process: asyncio.subprocess.Process | None = None
         self._silent_for = 0.0
-        """Seconds, counted in signs of life of this side: the time in which this process was stopped does not count."""
+        """Seconds since the host was last heard, counted in signs of life of this side: none while it is stopped."""
         self._showing = 0
         """How many streams wait for the terminal, which may be held; nothing is read from them meanwhile."""
         self._was_silent = False
@@ -204,10 +204,10 @@ class Session:
         """Start the session and wait until the host is ready.
 
         Args:
-            code: of the program here, which the host is to have too.
+            code: the digests of the program's files here; the host must have the same files.
 
         Raises:
-            NotReady: it is not, and will not be.
+            NotReady: the host cannot run its ranks.
         """
         await self._start()
         self.send(order)
@@ -265,7 +265,7 @@ class Session:
 
     @property
     def others_end_within(self) -> float:
-        """The seconds in which the other hosts are to end their ranks, since this session has ended."""
+        """The seconds in which the other hosts must end their ranks, now that this session has ended."""
         return END_WITHIN - (SILENT_AFTER if self._was_silent or "not responding" in self.said else 0)
 
     async def _copy(self, stream: asyncio.StreamReader, sink: TextIO) -> None:
@@ -275,7 +275,7 @@ class Session:
             *lines, rest = (rest + piece).split(b"\n")
             shown = []
             for line in lines:
-                # A greeting may stand before the first message in its line; a rank's lines begin with the rank.
+                # A login's greeting may stand before the first message; a later line that begins otherwise is a rank's.
                 before, mark, message = line.partition(MARK)
                 if sink is sys.stdout and mark and not (before and self.hello):
                     self._take(message)
@@ -287,7 +287,7 @@ class Session:
     def _take(self, line: bytes) -> None:
         try:
             message = read_from_host(line.decode())
-        except (msgspec.MsgspecError, ValueError):  # of another version of this package
+        except (msgspec.MsgspecError, ValueError):  # the host has another version of this package
             self.kill()
             return
         if not isinstance(message, Alive):
@@ -305,7 +305,7 @@ class Session:
             self._showing -= 1
 
     async def _live(self, process: asyncio.subprocess.Process) -> None:
-        """Take what the session says until it has ended."""
+        """Read what the session writes until it has ended."""
         assert process.stdout and process.stderr
         copies = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
         copying = [asyncio.create_task(self._copy(stream, sink)) for stream, sink in copies]
@@ -337,12 +337,12 @@ class Session:
             stdin.write(encode_local(message))
 
     async def close(self) -> None:
-        """End the session: the end of standard input ends what is left on the host."""
+        """End the session: at the end of its standard input, the process on the host ends what is left there."""
         if self.process is None:
             return
         assert self.process.stdin is not None
         self.process.stdin.close()
-        # Before its first word it may still wait for the host to answer.
+        # Until the host has said Hello, ssh may still wait for an answer: it is killed at once.
         done, _ = await asyncio.wait([self._living], timeout=END_WITHIN if self.hello else 0)
         if not done:
             self.kill()

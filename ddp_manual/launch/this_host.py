@@ -1,7 +1,7 @@
 """``launch`` on this host: the agents of all its ranks in one process, for our own training or a program of the user's.
 
-Their workers are forks of a process that has imported torch once; each has a session of its own, and its lines are
-shown with its rank in front and go to a log file. When one rank fails its agent tells the others, as in any run.
+The workers are forks of a process that has imported torch once. Each has a session of its own; its lines are shown
+with its rank in front, and go to a log file. If a rank fails, its agent tells the other ranks, as in any run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def launch_here(job: Job, hosts: Hosts) -> int:
     are here. Returns the exit code of the rank that failed first, or 0.
 
     Raises:
-        BadOption, CheckpointMissing, BackendUnavailable: the ranks would find the same, one by one. Stopped: by a
-            signal, after all ranks have ended.
+        BadOption, CheckpointMissing, BackendUnavailable: the ranks cannot run here. Stopped: a signal has stopped them,
+            and all have ended.
     """
     hosts.check(job.spec)
     job = prepared(job, hosts)
@@ -73,8 +73,8 @@ async def _run(job: Job, ranks: Ranks) -> int:
 
 
 def prepared(job: Job, hosts: Hosts) -> Job:
-    """Return the job as this host's ranks have it, once all is checked that they would find one by one; make the folder
-    of the run.
+    """Check what the ranks of this host would otherwise find out one by one, make the run's folder, and return the job
+    with the options that these ranks get.
 
     Raises:
         BadOption, CheckpointMissing, BackendUnavailable: the ranks cannot run here.
@@ -91,7 +91,7 @@ def prepared(job: Job, hosts: Hosts) -> Job:
         by_hand.check_options(dataclasses.replace(job.spec, world_size=hosts.world_size), job.config)
     if job.run_dir is not None:
         resumes = job.config is not None and job.config.resume is not None
-        # A rank that takes the seat of a lost one finds the files of their run.
+        # A rank that takes the seat of a lost rank finds the files of the run in the folder.
         RunPaths(Path(job.run_dir)).create(resuming=resumes or job.spec.on_loss != LEAVE)
     return job
 
@@ -114,16 +114,16 @@ class Ranks:
         self._has_trained = False
         """Whether any attempt has taken a step."""
         self._said: set[tuple[str, ...]] = set()
-        """What ranks have said why they end, in this attempt."""
+        """The errors with which ranks have ended in this attempt, as (identifier, what, why)."""
         self._lines: Counter[str] = Counter()
-        """How often each line is shown that all ranks are told."""
+        """Line that all ranks are told -> how often this terminal has shown it."""
         self._is_stopping = self._passes_on = False
-        """Whether a signal has asked all to stop; whether a signal is passed on just now."""
+        """Whether a signal has asked all ranks to stop; whether such a signal is being passed on just now."""
 
     @contextmanager
     def able_to_start(self) -> Iterator[None]:
-        """Have what starts the workers of this host in the body. Remove the run's folder after it if nobody has chosen
-        that and no rank has trained."""
+        """Have ``starter``, which starts the workers of this host, during the body. After it remove the run's folder if
+        nobody has chosen that folder and no rank has trained."""
         job, nproc = self.job, len(self.hosts.ranks)
         imports = forkable_imports(job.program) if job.program is not None else by_hand.TRAINING_IMPORTS
         program = job.program if job.program is not None else by_hand.TRAINING
@@ -154,8 +154,8 @@ class Ranks:
             try:
                 lives = zip(self.agents, outputs, strict=True)
                 await asyncio.gather(*(self._live(agent, output, tell) for agent, output in lives))
-                await left_behind.Children().end()  # those in sessions of their own may be any rank's
-            finally:  # before the logs are closed
+                await left_behind.Children().end()  # a process in a session of its own may be any rank's
+            finally:  # wait for the writer before the logs are closed
                 await asyncio.wrap_future(self._writer.submit(lambda: None))
         self._has_trained |= any(agent.protocol.has_trained for agent in self.agents)
 
@@ -180,7 +180,7 @@ class Ranks:
         place: dict[str, Any] = {"world_size": world_size, "rank": rank, "run_id": job.run_id}
         own = dataclasses.replace(job.spec, **place, sources={**job.spec.sources, **dict.fromkeys(place, "flag")})
         first, by_ssh = self.hosts.ranks[0], self.hosts.by_ssh
-        speaks = first == 0 or not by_ssh  # with ssh the ranks of all hosts share one terminal
+        speaks = first == 0 or not by_ssh  # with ssh, the ranks of all hosts share one terminal
         told: Counter[str] = Counter()
 
         def is_news(line: str) -> bool:
@@ -225,8 +225,8 @@ class Ranks:
         output.print_error(self._without_way_on(error), shown=self._is_news(error))
 
     def _is_news(self, error: DdpManualError) -> bool:
-        """Return whether this terminal shows a rank's error: not what another rank shows, which has failed itself or
-        ends for the same reason, nor what ``launch`` says of a signal that has come to it."""
+        """Return whether this terminal shows a rank's error. It does not if another rank of this terminal, which has
+        failed itself or ends for the same reason, shows that, or if ``launch`` says which signal stops all ranks."""
         identifier, _ = error.on_its_rank or (error.identifier, 0)
         shares_terminal = error.of_rank in self.hosts.ranks or (error.of_rank is not None and self.hosts.by_ssh)
         is_said = (error.identifier, error.what, error.why) in self._said
@@ -234,7 +234,7 @@ class Ranks:
         return not (is_said or shares_terminal or (self._is_stopping and identifier == Stopped.identifier))
 
     def _without_way_on(self, error: DdpManualError) -> DdpManualError:
-        """Leave it to ``launch`` to say how to go on, once."""
+        """Return a copy of the error that does not say how to go on: ``launch`` says that once for all ranks."""
         again = from_last_checkpoint(self.job.go_on, self.job.run_dir or "")
         next = error.next.removesuffix(again).removesuffix("\nthen ").removesuffix(f"go on:\n{whole(self.job.go_on)}")
         said = copy.copy(error)
@@ -243,7 +243,7 @@ class Ranks:
 
     def take_signal(self, number: int) -> None:
         self._is_stopping |= number in signal_handlers.STOP
-        self._passes_on = number in signal_handlers.STOP  # launch says so for all
+        self._passes_on = number in signal_handlers.STOP  # ``launch`` reports the signal for all ranks
         # In our own training rank 0 saves for all.
         for agent in self.agents[: 1 if number == signal_handlers.SAVE and self.job.program is None else None]:
             agent.take_signal(number)
@@ -256,7 +256,7 @@ class Ranks:
         return bool(checkpoint_files.find(self._paths.checkpoints))
 
     def _to_go_on(self) -> TrainConfig | None:
-        """Resume from the newest checkpoint of this run; if it has none yet, from the checkpoint it began with."""
+        """Return options to resume from the run's newest checkpoint or, if it has none, from the one it began with."""
         config = self.job.config
         begins_with_another = config is not None and config.resume is not None and not self.has_saved
         return config if config is None or begins_with_another else config.resumed()
