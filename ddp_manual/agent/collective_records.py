@@ -14,7 +14,7 @@ from ddp_manual.ranks_and_runs import BY_RECORDS
 from ddp_manual.wire import printable
 
 # A heartbeat has a group's chains (checksums, see ``collective_memory``) at its last LAST numbers, and at the last
-# LAST_MULTIPLES multiples of each of these: heartbeats sent at different times then have numbers in common.
+# LAST_MULTIPLES multiples of each of MULTIPLES: heartbeats sent at different times then have numbers in common.
 MULTIPLES = (64, 1024, 16384)
 LAST_MULTIPLES = 4
 # How many groups a heartbeat has at most: those in which the worker has begun a collective most recently.

@@ -132,7 +132,7 @@ class Coordinator:
 
     def _folder_of(self, so_far: RunSoFar) -> tuple[str | None, bool]:
         run_dir = own_run_dir(so_far.run_dir, self.protocol.recovery.run_dir) or self.run.run_dir
-        aside = run_dir is not None and holds_another_run(run_dir, so_far.run_id)  # such as on a host new to the run
+        aside = run_dir is not None and holds_another_run(run_dir, so_far.run_id)  # such as on a new host of rank 0
         return f"{run_dir}-{so_far.run_id}" if aside else run_dir, aside
 
     def _closed(self, peer: Peer, reason: str) -> None:

@@ -93,7 +93,7 @@ class Agent:
         """Tells whether a signal was sent to the worker too."""
         self._forgetting: asyncio.TimerHandle | None = None
         self.held = HeldMemory.create()
-        """The state of the training, which outlives the worker."""
+        """The memory with the state of the training, which outlives the worker."""
         self._orphaned = ""
         self._replacing: asyncio.Task[None] | None = None
         """Ends the worker, and starts another one."""

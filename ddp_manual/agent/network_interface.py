@@ -72,7 +72,7 @@ def wrong_for_nccl(networks: Mapping[str, Sequence[IpNetwork]], interface: str, 
             return 0
         return next((2 + at for at, prefix in enumerate(NCCL_AVOIDS) if name.startswith(prefix)), 1)
 
-    first = min(networks, key=order, default=interface)  # of equal ones, min takes the first
+    first = min(networks, key=order, default=interface)  # of names with equal order, the first
     address = ipaddress.ip_address(rank_0.split("%")[0])
     if first == interface:
         return None
@@ -111,7 +111,7 @@ def running_networks() -> dict[str, list[IpNetwork]]:
 
 
 def _chosen_address(names: list[str], variable: str, backend: str) -> tuple[str, str]:
-    """Return address and interface of a name's match: NCCL takes names as prefixes, gloo as whole; both prefer IPv4."""
+    """Return address and name of an interface in ``names``: NCCL takes a name as a prefix, gloo in full; IPv4 first."""
     mine = interface_addresses()
     found = [
         (address, interface)
@@ -149,7 +149,7 @@ def route_to(address: str) -> tuple[str, str | None]:
 
 
 def own_address() -> str | None:
-    """Return the first of ``own_addresses()``; None if there is none."""
+    """Return the first of ``own_addresses()``, that on the default route if there is one; None if the list is empty."""
     return next(iter(own_addresses()), None)
 
 

@@ -261,7 +261,7 @@ class _Finder:
             # Not the whole name: for a package without an __init__.py, Python would look for its parent in sys.modules.
             return PathFinder.find_spec(last, list(folders)) if folders else None
         found = PathFinder.find_spec(name, [*self._local, *self._others])
-        # pip install --editable adds such a finder, or a .pth file that puts the package's folder into sys.path.
+        # pip install --editable adds a finder to sys.meta_path, or a .pth file that puts the folder into sys.path.
         for finder in sys.meta_path if found is None else ():
             if str(getattr(finder, "__module__", "")).startswith("__editable__"):
                 found = found or finder.find_spec(name, None)

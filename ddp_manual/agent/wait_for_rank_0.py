@@ -166,7 +166,7 @@ async def look_at(there: Probe, where: str, token: bytes | None, **asked: bool) 
         if isinstance(answer, messages.Refused):
             raise seal.refusal(answer, there.nonces[-1])
         if isinstance(answer, messages.Seen):
-            with suppress(Unsealed):  # the run ended before rank 0 read this question
+            with suppress(Unsealed):  # the question before: the run ended before rank 0 read this one
                 return seal.open(answer, there.nonces[-2], _read_run)
             return seal.open(answer, there.nonces[-1], _read_run)
     except (TimeoutError, asyncio.TimeoutError):

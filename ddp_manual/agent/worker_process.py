@@ -120,7 +120,7 @@ class Worker:
             case from_worker.RecordsMemory():
                 try:
                     self.records.open(self.pid, message.descriptor, message.complete, message.compared)
-                except (OSError, ValueError) as error:  # the worker has ended, or has no such memory
+                except (OSError, ValueError) as error:  # it has ended (its last words follow) or has no such memory
                     take(from_worker.NotCompared(str(error)))
             case from_worker.ProgramBegins():
                 self.hears = message.hears

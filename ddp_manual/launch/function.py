@@ -48,7 +48,7 @@ class Call:
             BadOption: the function or an argument cannot be pickled.
         """
         script = spawn.get_preparation_data(name_of(train_fn))
-        del script["authkey"]  # the ranks are no children of multiprocessing's
+        del script["authkey"]  # multiprocessing's own children need it, and the ranks are not such
         try:
             copied = _Copier.dumps((train_fn, tuple(args)))
         except Exception as error:  # whatever the copying of an argument raises
