@@ -48,7 +48,7 @@ class Call:
             BadOption: the function or an argument cannot be pickled.
         """
         script = spawn.get_preparation_data(name_of(train_fn))
-        del script["authkey"]  # multiprocessing's own children need it, and the ranks are not such
+        del script["authkey"]  # it is for multiprocessing's own children, which the ranks are not
         try:
             copied = _Copier.dumps((train_fn, tuple(args)))
         except Exception as error:  # whatever the copying of an argument raises
