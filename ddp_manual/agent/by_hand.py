@@ -42,7 +42,7 @@ def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = N
         launched: the command that resumes the run, if ``launch`` starts its ranks.
 
     Raises:
-        BadOption: an option cannot work; on rank 0 also a package is missing, or a folder cannot be used.
+        BadOption: an option cannot work; or, on rank 0, a package is missing or a folder cannot be used.
     """
     config = checkpoint_files.with_torchrun_run_dir(config)
     check_options(spec, config)
@@ -114,7 +114,7 @@ def run_by_hand(spec: WorldSpec, program: Program, run_dir: str | None, may_diff
 
 
 def check_options(spec: WorldSpec, config: TrainConfig) -> None:
-    """Raise BadOption if an option cannot work, or on rank 0 a package or the run's folder cannot be used; also
+    """Raise BadOption if an option cannot work or, on rank 0, if a package or the run's folder cannot be used; raise
     CheckpointMissing if --resume names no checkpoint."""
     config.check_world(spec)
     for option in ("model", "dataset"):
@@ -165,7 +165,7 @@ def _run_in_this_terminal(spec: WorldSpec, task: Task, print_error: PrintError) 
     if spec.on_loss == LEAVE or not task.resumes:
         return asyncio.run(agent_in_this_terminal(spec, task, print_error).run())
     check_torch_is_installed()
-    # ``spare`` imports torch beforehand: a worker that replaces another one is then only a fork of it.
+    # ``spare`` imports torch beforehand: a worker that replaces another one is then only a fork of that process.
     with closing(Forker(TRAINING, modules=TRAINING_IMPORTS)) as spare:
         return asyncio.run(agent_in_this_terminal(spec, task, print_error, spare).run())
 

@@ -13,11 +13,11 @@ from ddp_manual.protocol.collective_comparison import LAST, group_name
 from ddp_manual.ranks_and_runs import BY_RECORDS
 from ddp_manual.wire import printable
 
-# A heartbeat has the chains of the last LAST numbers of a group, and for each of these steps the chains of the last
-# LAST_MULTIPLES numbers that are multiples of it: heartbeats sent at different times then have numbers in common.
+# A heartbeat has a group's chains (checksums, see ``collective_memory``) at its last LAST numbers, and at the last
+# LAST_MULTIPLES multiples of each of MULTIPLES: heartbeats sent at different times then have numbers in common.
 MULTIPLES = (64, 1024, 16384)
 LAST_MULTIPLES = 4
-# How many groups a heartbeat has: those in which a collective was begun last.
+# How many groups a heartbeat has at most: those in which the worker has begun a collective most recently.
 MOST_GROUPS = 16
 # How many groups of its worker an agent remembers: a script may open new groups in each epoch, and never close them.
 MOST_GROUPS_READ = 512
@@ -33,14 +33,14 @@ class _Group:
         # Not a list of all its ranks: N ranks would send N numbers each, which is 64 KB from each of 16,384 ranks.
         self.name = printable(group_name(ranks, description, device))
         self.begun = 0
-        """How many collectives the worker had begun in all groups, with the last one of this group that was read."""
+        """How many collectives the worker had begun in all groups, up to the last one of this group that was read."""
         self.is_closed, self._is_default = False, description == "default_pg"
         self._chains = [(1, deque[tuple[int, int]](maxlen=LAST))]
         self._chains += [(step, deque[tuple[int, int]](maxlen=LAST_MULTIPLES)) for step in MULTIPLES]
 
     @property
     def worth(self) -> tuple[bool, bool, int]:
-        """A key to sort by; the group with the lowest is forgotten first: closed groups, and the default group last."""
+        """A sort key; the group with the lowest is forgotten first: closed before open ones, the default group last."""
         return not self.is_closed, self._is_default, self.begun
 
     def take(self, key: collective_memory.Key) -> None:
@@ -50,14 +50,14 @@ class _Group:
                 chains.append((key.number, key.chain))
 
     def for_beat(self) -> list[int]:
-        """Return number, chain, number, chain, ..., the last number first."""
+        """Return a flat list of number, chain, number, chain, ..., the highest number first."""
         latest = self._chains[0][1]
         found = dict(pair for _, chains in self._chains for pair in chains)
         return [part for number in sorted(found, reverse=True) for part in (number, found[number])] if latest else []
 
 
 class Records:
-    """What an agent reads of the collectives of its worker, also after the worker's death."""
+    """What an agent reads of its worker's collectives; it can still read them after the worker's death."""
 
     def __init__(self) -> None:
         self._memory: memoryview | None = None
@@ -89,7 +89,7 @@ class Records:
         self._groups[group["identity"]] = _Group(group["key"], group["ranks"], group["description"], group["device"])
 
     def close_group(self, key: str, begun: int | None) -> None:
-        """Remember how many collectives the worker has begun in a group that it has closed, as torch counts them."""
+        """Note that the worker has closed a group in which it had begun ``begun`` collectives, as torch counts them."""
         self._closed[key] = begun
         for group in self._groups.values():
             group.is_closed |= group.group == key
@@ -97,8 +97,8 @@ class Records:
             del self._closed[next(iter(self._closed))]
 
     def count(self, by_torch: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-        """Return how many collectives the worker has begun in each open process group, and in each that it has closed
-        last. If all are recorded, records count, under keys with BY_RECORDS: torch may count one collective as two."""
+        """Return how many collectives the worker has begun in each open process group, and in each recently closed one.
+        If all are recorded, count the records, under keys with BY_RECORDS: torch may count one collective as two."""
         memory = self._memory
         if memory is None or not self.complete:
             of_open = {key: count for key, count in by_torch.items() if key not in self._closed}
@@ -116,7 +116,7 @@ class Records:
             group = self._groups.get(key.group)
             if group is not None:
                 group.take(key)
-            elif key.group > self._left_out:  # GroupOpened of this group has not come yet
+            elif key.group > self._left_out:  # the message GroupOpened of this group has not come yet
                 break
             self._read = key.begun
 
@@ -127,7 +127,7 @@ class Records:
         return {group.key: group.for_beat() for group in latest if group.begun and self._compared}
 
     def answer(self, asked: AskRecords) -> RecordsReply:
-        """Return the reply to rank 0: the calls it asks for; if none, each group's last chains and the last call."""
+        """Return the reply to rank 0: the calls it asks for, otherwise each group's last chains and the last call."""
         memory = self._memory
         if memory is None or not self._compared:
             return RecordsReply(asked.number)

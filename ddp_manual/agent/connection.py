@@ -16,9 +16,9 @@ from ddp_manual.messages import Message
 from ddp_manual.protocol.handshakes import CLOSED
 from ddp_manual.wire import LONGEST_LINE, LineReader, Read, Unreadable, encode
 
-# Bytes that may wait until the other side reads them.
+# Bytes that may wait to be read by the other side; a connection with more is aborted.
 MOST_UNSENT = 1 << 20
-# Bytes that are read from one connection, and from a stranger's, before the next connection has its turn.
+# Bytes that are read from a connection (LONGEST_READ), or from a stranger's, before the next one has its turn.
 LONGEST_READ = 1 << 16
 STRANGERS_READ = 1 << 12
 # Each read from a stranger counts as at least this many bytes: to read a single byte costs as much as to read a line.
@@ -54,7 +54,7 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
         self.reader = LineReader(read, longest)
         self._may_send = longest if stranger else None
         self.first_bytes = b""
-        """The first bytes that came; if they are no message, they show what kind of program is at the other end."""
+        """The first bytes that came; if they are not a message, they show what kind of program is at the other end."""
         self.closed = False
         self._longest_sent = 0
         self._on_open = on_open
@@ -76,7 +76,7 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
             message = self._inbox.get_nowait()
             if message is None:
                 gone(self.ended)
-            elif self.ended or not self.closed:  # once this side has closed it, messages are dropped
+            elif self.ended or not self.closed:  # once this side has closed the connection, messages are dropped
                 take(message)
 
     async def receive(self) -> M | None:
@@ -101,8 +101,8 @@ class Connection(asyncio.BufferedProtocol, Generic[M]):
         self.data_received(bytes(_buffer[:nbytes]))
 
     def let_send(self, longest: int, read: Read[M] | None = None, *, stranger: bool = False) -> None:
-        """Let the other side send messages of up to ``longest`` bytes each from now on, a stranger ``longest`` bytes in
-        all; if ``read`` is given, it reads them."""
+        """From now on let the other side send messages of up to ``longest`` bytes each; a stranger may send ``longest``
+        bytes in all. If ``read`` is given, it reads the messages."""
         self.reader.longest, self.reader.read = longest, read or self.reader.read
         self._may_send = longest if stranger else None
 

@@ -1,9 +1,9 @@
 """The coordinator's connections and its clock, a part of rank 0's agent. ``protocol/coordinator.py`` decides what
 follows from each message.
 
-It listens at rank 0's address, and has one connection per rank, rank 0's own among them.
+The coordinator listens at rank 0's address, and has one connection per rank, rank 0's own among them.
 
-Only rank 0's monotonic clock counts, so the clocks of the hosts need not agree.
+Only the monotonic clock of rank 0's host counts, so the clocks of the hosts need not agree.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Coordinator:
         self._tick()
 
     async def wait_for_goodbyes(self, log: Callable[[str], None], within: float) -> None:
-        """Wait until the other ranks have left, ``within`` seconds at most: they need torch's store in the worker."""
+        """Wait until the other ranks have left, ``within`` seconds at most: they need the store in rank 0's worker."""
         waiting = Waiting(within, log)
         while late := self.protocol.others_still_here:
             if waiting.over:
@@ -109,7 +109,7 @@ class Coordinator:
             self._ticking.cancel()
         if self._server is not None:
             self._server.close()
-        for peer in self.protocol.observers():  # they may ask again only when nobody replies any more
+        for peer in self.protocol.observers():  # their next question may come when nobody replies any more
             shown = {**self.protocol.describe(time.monotonic()), "ended": how_it_ended}
             self.protocol.handshakes.show(peer, shown)
         for peer in self.protocol.connections():
@@ -132,7 +132,7 @@ class Coordinator:
 
     def _folder_of(self, so_far: RunSoFar) -> tuple[str | None, bool]:
         run_dir = own_run_dir(so_far.run_dir, self.protocol.recovery.run_dir) or self.run.run_dir
-        aside = run_dir is not None and holds_another_run(run_dir, so_far.run_id)  # such as on another host than before
+        aside = run_dir is not None and holds_another_run(run_dir, so_far.run_id)  # such as on a new host of rank 0
         return f"{run_dir}-{so_far.run_id}" if aside else run_dir, aside
 
     def _closed(self, peer: Peer, reason: str) -> None:

@@ -24,7 +24,7 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def code_digests() -> dict[str, str]:
-    """Return part of this package -> digest of its source, so that a part that differs can be named."""
+    """Return file or folder of this package -> digest of its source, so that rank 0 can name what differs."""
     parts: dict[str, Any] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         relative = path.relative_to(PACKAGE)

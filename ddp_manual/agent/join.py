@@ -118,8 +118,8 @@ class Join:
         spec = self._spec
         with self._steps.step("address") as step:
             name = "listen_addr" if spec.rank == 0 and spec.listen_addr else "master_addr"
-            refuse_malformed(spec.master_addr)  # the other ranks need it, even if rank 0 has a --listen_addr
-            # A rank that has lost rank 0 and may find it at --standby_addr does not wait until a name has an address.
+            refuse_malformed(spec.master_addr)  # the other ranks need it even if rank 0 has --listen_addr
+            # A rank that has lost rank 0 and may find it at --standby_addr does not wait until the name has an address.
             so_far = self.info.goes_on
             again = spec.rank != 0 and not (so_far and spec.standby)
             try:
@@ -152,7 +152,7 @@ class Join:
                 self._run, self.connection = run, there.connection
                 self._roll_call = self._steps.begin("roll call")
                 return run, there.connection
-            if self._unacknowledged:  # rank 0 has closed the connection, since it has heard nothing
+            if self._unacknowledged:  # rank 0 closed the connection, since the hello has not come
                 self._wait_for_an_answer(where)
             else:
                 self._waiting.wait_on(*self._search.run_is_over(where, self._waiting.waited))
@@ -246,7 +246,7 @@ class Join:
 
     @property
     def _own_addresses(self) -> Sequence[str]:
-        """The addresses of this host, if other hosts cannot reach rank 0's address; rank 0 is on this host then."""
+        """This host's addresses if rank 0's address cannot be reached from other hosts; otherwise ()."""
         return own_addresses() if self._run.only_on_its_host else ()
 
     async def probe_hosts(self, wanted: Sequence[tuple[int, str, int]], key: tuple[int, int]) -> None:
@@ -260,7 +260,7 @@ class Join:
             self.connection.send(messages.Probed(key, failures))
 
     def complete(self, nodes: int) -> None:
-        """End the steps of joining: all ranks have joined, on so many hosts."""
+        """End the steps of joining, since all ranks have joined, on ``nodes`` hosts."""
         assert self._roll_call is not None
         self._waiting.ends()
         self._steps.end(self._roll_call, f"{all_here(self._run.world_size)}, on {counted(nodes, 'host')}")
@@ -271,7 +271,7 @@ class Join:
             withdraw(os.getpid())
 
     def begin_again(self) -> None:
-        """Forget which ranks rank 0 has called missing, since ranks begin anew; on rank 0, announce that it waits."""
+        """Forget rank 0's news of missing ranks, since a new roll call begins; on rank 0, announce that it waits."""
         self._news = None
         if self._waits_here is not None:
             self._waits_here.announce()
@@ -284,11 +284,11 @@ class Join:
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 
     async def _become_rank_0(self, found: list[str]) -> str:
-        """Listen, start the coordinator there, and return the IP address."""
+        """Listen at one of the addresses in ``found``, start the coordinator there, and return its IP address."""
         spec = self._spec
         with self._steps.step("listen") as step:
             port = 0 if spec.alone else spec.master_port
-            if spec.agent_store:  # torchrun's store has --master_port; the coordinator takes another
+            if spec.agent_store:  # torchrun's store has --master_port: the coordinator takes a free port
                 found, port = [route_to(found[0])[0]], 0
             listener = await listen(spec, found, port)
             address, port = listener.getsockname()[:2]

@@ -93,7 +93,7 @@ class Agent:
         """Tells whether a signal was sent to the worker too."""
         self._forgetting: asyncio.TimerHandle | None = None
         self.held = HeldMemory.create()
-        """The state of the training, which outlives the worker."""
+        """The memory with the state of the training, which outlives the worker."""
         self._orphaned = ""
         self._replacing: asyncio.Task[None] | None = None
         """Ends the worker, and starts another one."""
@@ -268,7 +268,7 @@ class Agent:
         self._join.begin_again()
 
     def replace_worker(self, number: int) -> None:
-        """End the worker and start another one, which goes on from a state that this rank or another one holds."""
+        """End the worker and start another one, which goes on from a state that this or another rank holds."""
         self._replacing = self._ending.in_background(self._replace_worker(number))
 
     async def _replace_worker(self, number: int) -> None:
@@ -334,7 +334,7 @@ class Agent:
             self._signal_before = number
             return
         self._let_witness_forget()
-        if isinstance(self.protocol.state, states.Ended):  # ``check`` waits no longer for its worker
+        if isinstance(self.protocol.state, states.Ended):  # ``check`` then no longer waits for its worker
             self._hurries = True
         self.protocol.take_signal(number, time.monotonic())
 
@@ -343,7 +343,7 @@ class Agent:
         self.protocol.give_up(error)
 
     def _let_witness_forget(self) -> None:
-        """Have the witness forget its signals, once the time is over in which ``pass_on`` may ask about one."""
+        """Have the witness forget its signals, once ``pass_on`` can no longer ask about one of them."""
         if self.witness is not None:
             if self._forgetting is not None:
                 self._forgetting.cancel()
@@ -353,7 +353,7 @@ class Agent:
     def _watch_launcher(self) -> None:
         """Stop this rank when its launcher is gone: an mpirun that is killed leaves the ranks of its host running."""
         if pid := self.spec.launcher_pid:
-            with suppress(AttributeError, OSError):  # an old system, forbidden in a container, or gone already
+            with suppress(AttributeError, OSError):  # an old system, forbidden in a container, or the launcher is gone
                 pidfd = os.pidfd_open(pid)
                 asyncio.get_running_loop().add_reader(pidfd, self._launcher_gone, pid, pidfd)
 
@@ -370,7 +370,7 @@ class Agent:
         loop.call_later(STOP_WITHIN, self._ending.fail, Stopped(signal.SIGHUP, why=why, next=self.protocol.again))
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to the program, unless its sender has sent it to the program too."""
+        """Send a signal that came to this agent on to the program, unless the sender has sent it to the program too."""
 
         def send_on() -> None:
             if self.witness is None or not self.witness.was_sent_to(number, self.worker.pid):
@@ -452,7 +452,7 @@ class Agent:
         self._print_error(error)
 
     async def _let_others_read(self) -> None:
-        """Wait until the other ranks have read what was sent last, LAST_WORD_WITHIN seconds at most."""
+        """Wait until the other ranks have read what this rank has sent last, LAST_WORD_WITHIN seconds at most."""
         coordinator, connection = self._join.coordinator, self._join.connection
         await wait_until(
             lambda: not (coordinator and coordinator.is_being_read) and not (connection and connection.unsent),

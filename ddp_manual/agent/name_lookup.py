@@ -135,8 +135,8 @@ async def look_up(
 
 
 def resolve_in_thread(host: str, option: str = MASTER_ADDR) -> asyncio.Future[list[str] | MasterUnresolvable]:
-    """Resolve a name in a thread of its own: a process that ends does not wait for a daemon thread, while asyncio's
-    executor would keep it until the name server answers."""
+    """Resolve a name in a daemon thread; return the future of the result. A process that ends does not wait for such a
+    thread, while asyncio's executor would keep the process until the name server answers."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[list[str] | MasterUnresolvable] = loop.create_future()
 
@@ -150,7 +150,7 @@ def resolve_in_thread(host: str, option: str = MASTER_ADDR) -> asyncio.Future[li
             found = resolve(host, option)
         except MasterUnresolvable as error:
             found = error
-        except Exception as error:  # such as a library's; this rank must not wait for a thread that has ended
+        except Exception as error:  # a library may raise any; without an answer this rank would wait for ever
             found = _unresolvable(host, f"gave: {type(error).__name__}: {error}", option)
         with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(finish, found)

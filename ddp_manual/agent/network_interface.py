@@ -33,7 +33,7 @@ class OwnAddress:
             self.address, self.interface = _chosen_address(names, variable, backend)
             self.source = f"{self.interface}, from {variable}"
         elif self.interface is not None:
-            # gloo and NCCL get the interface's name and take its first address, perhaps not the one on the way.
+            # gloo and NCCL get the interface's name and take its first address, maybe not the one on the way to rank 0.
             self.address, _ = _chosen_address([self.interface], variable, backend="gloo")
         self.family = "IPv6" if ":" in self.address else "IPv4"
         self.variables = {}
@@ -72,7 +72,7 @@ def wrong_for_nccl(networks: Mapping[str, Sequence[IpNetwork]], interface: str, 
             return 0
         return next((2 + at for at, prefix in enumerate(NCCL_AVOIDS) if name.startswith(prefix)), 1)
 
-    first = min(networks, key=order, default=interface)  # min takes the first of those that are equal
+    first = min(networks, key=order, default=interface)  # of names with equal order, the first
     address = ipaddress.ip_address(rank_0.split("%")[0])
     if first == interface:
         return None
@@ -85,8 +85,8 @@ def wrong_for_nccl(networks: Mapping[str, Sequence[IpNetwork]], interface: str, 
 
 
 def nccl_has_been_told() -> bool:
-    """Return whether the user has chosen NCCL's interfaces by the variable, or an administrator by NCCL's own file,
-    over which the variable would have precedence."""
+    """Return whether the user has chosen NCCL's interfaces by NCCL_SOCKET_IFNAME, or an administrator by NCCL's own
+    file: if this package set the variable, it would override that file."""
     variable, set_here = "NCCL_SOCKET_IFNAME", user_variables.network_variables()
     lines = []
     for path in (Path(set_here.get("NCCL_CONF_FILE") or "~/.nccl.conf"), Path("/etc/nccl.conf")):
@@ -111,7 +111,7 @@ def running_networks() -> dict[str, list[IpNetwork]]:
 
 
 def _chosen_address(names: list[str], variable: str, backend: str) -> tuple[str, str]:
-    """Return address and interface: NCCL takes a name as a prefix, gloo in full, and both prefer IPv4 addresses."""
+    """Return address and name of an interface in ``names``: NCCL takes a name as a prefix, gloo in full; IPv4 first."""
     mine = interface_addresses()
     found = [
         (address, interface)
@@ -149,7 +149,7 @@ def route_to(address: str) -> tuple[str, str | None]:
 
 
 def own_address() -> str | None:
-    """Return this host's IP address on its default route, or its first that is neither loopback nor link-local."""
+    """Return the first of ``own_addresses()``, that on the default route if there is one; None if the list is empty."""
     return next(iter(own_addresses()), None)
 
 
@@ -164,7 +164,7 @@ def own_addresses() -> list[str]:
 
 
 def is_everywhere(address: str) -> bool:
-    """Return whether this stands for all addresses of a host, such as 0.0.0.0."""
+    """Return whether an address stands for all addresses of a host, as 0.0.0.0 does."""
     return ipaddress.ip_address(address.split("%")[0]).is_unspecified
 
 

@@ -9,7 +9,7 @@ from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
 from ddp_manual.world_options import WorldSpec
 
-# Connections that a rank keeps to processes of rank 0: one to its agent, at most two to torch's store in its worker.
+# The most connections of a rank to one process of rank 0: 1 to its agent, at most 2 to torch's store in its worker.
 CONNECTIONS_PER_RANK = 2
 OWN_DESCRIPTORS = 100
 

@@ -29,7 +29,7 @@ from ddp_manual.wire import printable
 MOST_FILES = 2000
 # Characters of a line that an error quotes.
 LONGEST_LINE = 200
-# A hello has 64 KiB: more files than this are combined, folder by folder; of more packages, the first ones are sent.
+# A hello has 64 KiB: more files than this get one digest per folder; of more packages, the first by name are sent.
 MOST_PARTS = 100
 ALL_FILES = "local modules"
 # Only import statements are parsed: 0.07 s for a megabyte of source, for which ast takes 0.6 s. They are also found if
@@ -70,7 +70,7 @@ class _Module:
 
 @functools.lru_cache(maxsize=8)
 def source_once(program: Program) -> ProgramSource:
-    """Return what ``source_of`` returns; it is found once for all ranks of ``launch``."""
+    """Return what ``source_of`` returns, from a cache: ``launch`` finds it once for all its ranks."""
     return source_of(program)
 
 
@@ -226,7 +226,7 @@ def _module_file(name: str) -> tuple[_Module, list[Path]]:
 
 
 def _executable(name: str) -> dict[str, str]:
-    """Return the name of an executable -> its digest; a binary counts as empty: each kind of host may have another."""
+    """Return the name of an executable -> its digest; a binary counts as empty: hosts may have different ones."""
     path = shutil.which(name)
     if path is None:
         return {}
@@ -235,7 +235,7 @@ def _executable(name: str) -> dict[str, str]:
         with open(path, "rb") as file:
             if (start := file.read(2)) == b"#!":
                 text = start + file.read()
-    except OSError:  # a user may run a file without being allowed to read it
+    except OSError:  # a user may be allowed to run a file and not to read it
         pass
     return {printable(os.path.basename(name)): digest(text)}
 
@@ -258,10 +258,10 @@ class _Finder:
         if parent:
             package = self.find(parent)
             folders = package.submodule_search_locations if package is not None else None
-            # With the whole name of a package without an __init__.py, Python looks for its parent in sys.modules here.
+            # Not the whole name: for a package without an __init__.py, Python would look for its parent in sys.modules.
             return PathFinder.find_spec(last, list(folders)) if folders else None
         found = PathFinder.find_spec(name, [*self._local, *self._others])
-        # Finders that pip install --editable has added, unless a .pth file has put the package's folder into sys.path.
+        # pip install --editable adds a finder to sys.meta_path, or a .pth file that puts the folder into sys.path.
         for finder in sys.meta_path if found is None else ():
             if str(getattr(finder, "__module__", "")).startswith("__editable__"):
                 found = found or finder.find_spec(name, None)
@@ -352,7 +352,7 @@ def _with_parents(name: str) -> list[str]:
 
 
 def _combined(files: Mapping[str, str]) -> dict[str, str]:
-    """Return ``MOST_PARTS`` digests at most: one for each file, or one for each folder as deep as that allows."""
+    """Return at most ``MOST_PARTS`` digests: of each file, otherwise of each folder, as deep as the limit allows."""
     depth = max((name.count("/") for name in files), default=0) + 1
     parts: dict[str, list[str]] = {}
     while depth >= 0:

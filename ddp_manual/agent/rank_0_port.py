@@ -52,12 +52,12 @@ async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.soc
         port: 0 for any free port.
 
     Raises:
-        AddressNotLocal, PortInUse: the other ranks could not find rank 0 at the address it was given.
+        AddressNotLocal, PortInUse: rank 0 cannot listen where the other ranks look for it.
         BadOption: this user may not listen on that port.
     """
     for address in addresses:
         try:
-            # It sets SO_REUSEADDR: a run that has just ended leaves its port in TIME_WAIT for a minute.
+            # create_server sets SO_REUSEADDR: a run that has just ended leaves its port in TIME_WAIT for a minute.
             return socket.create_server((address, port), family=family(address), backlog=4096)
         except OSError as error:
             words = os.strerror(error.errno or 0)
@@ -132,7 +132,7 @@ def _port_owner(port: int) -> str:
         sockets = psutil.net_connections(kind="tcp")
     except psutil.AccessDenied:
         return "a process that this user may not see"
-    # A listener if there is one; otherwise an outgoing connection, for which the kernel takes any port above 32767.
+    # A process that listens, if any; otherwise one with an outgoing connection: its port may be any above 32767.
     for entry in sorted(sockets, key=lambda entry: entry.status != psutil.CONN_LISTEN):
         if entry.laddr and entry.laddr.port == port and entry.pid:
             try:

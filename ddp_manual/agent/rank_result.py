@@ -51,7 +51,7 @@ class Ending:
             return Ended(error=error)
 
     def finish(self, result: Any) -> None:
-        """End the rank with its result; that is the error Stopped if a signal has stopped all ranks in order."""
+        """End the rank with its result, or, if a signal has stopped all ranks in order, with the error Stopped."""
         if isinstance(result, DdpManualError):
             self.fail(result)
         elif not self._done.done():
@@ -93,7 +93,7 @@ class Ending:
         task = asyncio.create_task(guarded())
         self._working.add(task)
         task.add_done_callback(self._working.discard)
-        task.add_done_callback(lambda task: work.close())  # if it was cancelled before its turn, nobody has awaited it
+        task.add_done_callback(lambda task: work.close())  # cancelled before its turn, ``work`` was never awaited
         return task
 
     def cancel_background(self) -> None:
@@ -112,10 +112,10 @@ def how_it_ended(error: DdpManualError | None, result: Any) -> dict[str, Any]:
 
 def leave_failure(run_dir: str, rank: int, pid: int, error: DdpManualError, run: RunInfo) -> Exception | None:
     """Write why a rank has left into the run's folder, unless another run trains into it. If the folder still has the
-    files of another run, which this one was to resume, the file's name says that it is not the end of that run.
+    files of another run, which this one was to resume, the file's name says that it does not belong to that run.
 
     Args:
-        pid: the worker's.
+        pid: the pid of this rank's worker.
         run: the run of this rank; its rank 0's worker holds the folder while the run trains.
 
     Returns:

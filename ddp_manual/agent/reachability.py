@@ -48,7 +48,7 @@ async def answer_at(address: str) -> asyncio.Server:
 
 
 def greeting(port: int) -> bytes:
-    """Return what both sides send, which tells an agent from any other program that listens there."""
+    """Return the bytes that both sides send; they tell an agent from any other program that listens there."""
     return f"ddp_manual {port}\n".encode().ljust(GREETING_BYTES, b".")
 
 
@@ -67,7 +67,7 @@ async def try_to_reach(address: str, port: int) -> str | None:
         connected = True
         await asyncio.wait_for(loop.sock_sendall(connection, expected), CONNECT_TIMEOUT)
         while len(received) < len(expected):
-            # Not by a StreamReader, which drops the bytes that came before a reset.
+            # Not with a StreamReader, which drops the bytes that came before a reset.
             piece = await asyncio.wait_for(loop.sock_recv(connection, 65536), CONNECT_TIMEOUT)
             if not piece:
                 break
@@ -87,6 +87,6 @@ async def try_to_reach(address: str, port: int) -> str | None:
 
 
 async def try_all(wanted: Sequence[tuple[int, str, int]]) -> list[tuple[int, str]]:
-    """Return the numbers of those hosts, each (number, address, port), that cannot be reached, and how each failed."""
+    """Try hosts, each (number, address, port); return the number of each that cannot be reached, and how it failed."""
     outcomes = await asyncio.gather(*(try_to_reach(address, port) for _, address, port in wanted))
     return [(number, outcome) for (number, _, _), outcome in zip(wanted, outcomes, strict=True) if outcome]

@@ -134,19 +134,19 @@ class ForkedWorker(Worker):
         if self.said:
             await super()._watch(gone)
             return
-        await asyncio.sleep(LOOK_EVERY)  # its child has ended, or the forker itself is about to end
+        await asyncio.sleep(LOOK_EVERY)  # the forked child has ended, or the forker is about to end
         self.status = self._forker.poll()
         self.ended = True
         gone()
 
     def signal(self, number: int) -> None:
-        if self.said:  # before that its pid is the forker's
+        if self.said:  # before that, ``pid`` is the forker's
             super().signal(number)
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
         if self.said:
             await super().end(error, own=own)
-        else:  # once the worker is forked, it finds the channel closed, and ends
+        else:  # a worker that is forked later finds the channel closed, and ends
             self.close()
 
 

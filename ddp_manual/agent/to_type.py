@@ -12,13 +12,13 @@ from ddp_manual.option_fields import as_flags
 from ddp_manual.secret_arguments import without_secrets
 from ddp_manual.world_options import WorldSpec
 
-# Where rank 0 listens: an address of its own host, which another rank's command has no use for.
+# The option that says where rank 0 listens, at an address of its own host; no other rank's command has it.
 LISTENING = "listen_addr"
-# Options that differ between ranks or runs; they are never copied from one rank's command line to another's.
+# Options that differ between ranks or runs, so that one rank's value is never copied to another's command.
 PER_RANK_OPTIONS = {"world_size", "rank", "local_rank", "master_addr", "master_port", "run_id", LISTENING}
-# Options whose value on rank 0 all ranks use; the command with which a run goes on has other values of them.
+# Options of which all ranks use rank 0's value; the command that goes on with the run gives other values.
 OF_RANK_0 = ("run_dir", "resume")
-# The commands that are one rank, or start such ranks.
+# This package's commands that run a rank, start ranks, or print what to type for each.
 OF_RANKS = ("train", "run", "check", "launch", "hosted", "commands")
 
 

@@ -1,4 +1,4 @@
-"""Rank 0's address under torchrun, whose own agent has a TCPStore at MASTER_PORT: the value of a key in that store.
+"""Rank 0's address under torchrun: the value of a key in the TCPStore that torchrun's own agent has at MASTER_PORT.
 
 This module sends the few messages that it needs, as torch/csrc/distributed/c10d/TCPStoreBackend.hpp of torch 2.11 to
 2.15 defines them, so that the agent need not load torch.
@@ -23,16 +23,16 @@ from ddp_manual.errors import (
 from ddp_manual.wire import LONGEST_LINE, decode
 from ddp_manual.world_options import WorldSpec
 
-# Codes of TCPStore's messages and of its reply; and seconds for a reply.
+# Codes of TCPStore's messages, and of its reply that a key is there; REPLY_TIMEOUT: seconds for a reply.
 _SET, _GET, _CHECK, _READY = b"\x01", b"\x03", b"\x05", b"\0"
 REPLY_TIMEOUT = 5.0
 
 
 async def write_torchrun_address(spec: WorldSpec, attempt: str, address: str, port: int) -> None:
-    """Write where rank 0's agent listens; called on rank 0.
+    """Write into torchrun's store where rank 0's agent listens; called on rank 0.
 
     Args:
-        attempt: differs for each time that the ranks of this torchrun join.
+        attempt: part of the key, different each time that the ranks of this torchrun join.
     """
     async with _connected(spec) as (reader, writer):
         writer.write(_SET + _key(attempt) + _text(json.dumps([address, port]).encode()))

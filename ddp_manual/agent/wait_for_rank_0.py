@@ -1,8 +1,8 @@
 """What answers at rank 0's address, the wait until rank 0's agent does, and what that agent shows of its run.
 
-The coordinator speaks first, and the connection over which it greets is kept. A program that says nothing is sent what
-torch's TCPStore would answer, then what a server that reads lines would answer. An agent that was only busy still
-greets, but closes the connection, since it cannot read such a question; then another connection to it is opened.
+The coordinator speaks first, and the connection over which it greets is kept. A program that says nothing is sent a
+question that torch's TCPStore answers, then one that a server that reads lines answers. An agent that was only busy
+still greets, but closes the connection, since it cannot read such a question; then another connection is opened.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _LINE = b" / HTTP/1.0\r\n\r\n"
 # Seconds. A program that is not rank 0's agent must be named within 5 s.
 CONNECT_TIMEOUT = 2.0
 GREETED_WITHIN = 1.5
-# Seconds for an agent that was seen to be there, and whose host is overloaded.
+# Seconds for the greeting of an agent that has greeted too late once, since its host is overloaded.
 BUSY_AGENT_GREETS_WITHIN = 5.0
 REPLY_WITHIN = 1.0
 SHOWN_WITHIN = 5.0
-# A name that has addresses may get others while a rank waits, such as when Kubernetes puts rank 0 on another host.
+# Seconds. A name may get other addresses while a rank waits, such as when Kubernetes puts rank 0 on another host.
 REFRESH_EVERY = 10.0
 
 _read_run: Read[dict[str, Any]] = reader_of(dict[str, Any])
@@ -48,12 +48,12 @@ _read_run: Read[dict[str, Any]] = reader_of(dict[str, Any])
 
 @dataclass(frozen=True)
 class Probe(Seen):
-    """What answered, and the connection if that is rank 0's agent."""
+    """What answered at an address; if it is rank 0's agent, also the open connection."""
 
     connection: Connection[messages.FromRank0] | None = None
     greeting: messages.Greeting | None = None
     nonces: list[str] = field(default_factory=list)
-    """The nonces of the last two questions to rank 0; it signs its answer over that of the last one it has read."""
+    """The nonces of the last two questions to rank 0, which signs its answer with that of the last one it has read."""
 
 
 async def probe(address: str, port: int, *, more: float = 0.0) -> Probe:
@@ -63,7 +63,7 @@ async def probe(address: str, port: int, *, more: float = 0.0) -> Probe:
         more: seconds to wait longer for a greeting: an agent may have to greet thousands of other ranks first.
     """
     found = await _probe(address, port, GREETED_WITHIN + more)
-    if found.answer is Answer.BUSY:  # it cannot read what it was sent, and closes that connection
+    if found.answer is Answer.BUSY:  # the agent cannot read the questions, and closes that connection
         found = await _probe(address, port, BUSY_AGENT_GREETS_WITHIN + more)
     return found
 
@@ -166,7 +166,7 @@ async def look_at(there: Probe, where: str, token: bytes | None, **asked: bool) 
         if isinstance(answer, messages.Refused):
             raise seal.refusal(answer, there.nonces[-1])
         if isinstance(answer, messages.Seen):
-            with suppress(Unsealed):  # if the run has ended before rank 0 read this question
+            with suppress(Unsealed):  # the question before: the run ended before rank 0 read this one
                 return seal.open(answer, there.nonces[-2], _read_run)
             return seal.open(answer, there.nonces[-1], _read_run)
     except (TimeoutError, asyncio.TimeoutError):

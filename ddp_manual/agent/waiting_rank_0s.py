@@ -43,7 +43,7 @@ class OwnRank0:
                     file.write(msgspec.json.encode(self))
 
     def is_there(self) -> bool:
-        """Return whether its process lives, and is older than its file: a later process may have the same pid."""
+        """Return whether this rank 0's process lives. A process younger than the file has only got the same pid."""
         with suppress(psutil.Error, OSError):
             return psutil.Process(self.pid).create_time() <= _file(self.pid).stat().st_mtime
         return False
@@ -56,7 +56,7 @@ def withdraw(pid: int) -> None:
 
 
 def hint(spec: WorldSpec, *, of_any_size: bool = False) -> str:
-    """Say where on this host a rank 0 of this user waits elsewhere for as many ranks as ``spec`` has; "" if none."""
+    """Name another rank 0 of this user that waits on this host for as many ranks as ``spec`` has; "" if none does."""
     for one in _announced():
         is_elsewhere = (one.address, one.port) != (spec.master_addr, spec.master_port)
         if is_elsewhere and (of_any_size or one.world_size == spec.world_size):
@@ -82,7 +82,7 @@ def _announced() -> Iterator[OwnRank0]:
 
 
 def _is_own() -> bool:
-    """Return whether only this user may write to the folder, which is not a link to another one."""
+    """Return whether the folder is not a link, and only this user may write to it."""
     found = runtime_folder().lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 

@@ -55,9 +55,9 @@ class Task:
     searches_silently: bool = False
     """Whether another rank of this host says in the same terminal why rank 0 is not found."""
     wait_until_ready: bool = False
-    """Whether a rank that fails still waits for what its worker finds out, as ``check`` does."""
+    """Whether a rank that fails still waits until its worker has loaded torch and said what it found, for ``check``."""
     attempt: str = field(default_factory=lambda: f"{torchrun.restart_count()}.0")
-    """Differs for each time that the ranks of one torchrun join."""
+    """A text that differs each time that the ranks of the same torchrun join."""
 
     def describe_run(self, spec: WorldSpec, rank_0: RankInfo, address: str, command: str) -> RunInfo:
         """Return the run, as rank 0 begins it.

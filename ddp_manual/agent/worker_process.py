@@ -1,8 +1,8 @@
 """The worker's process as its agent sees it: started, asked for its stack, ended; and the cause of its death.
 
-The kernel knows what the worker cannot tell: ``/proc`` has its exit status and the signal that has stopped it, its
-memory cgroup whether it ran out of memory. Python's faulthandler writes its stack to a pipe when it crashes in native
-code and, on a signal, even while a C call keeps the interpreter's lock.
+The kernel knows what the worker cannot tell: ``/proc`` has its exit status and the signal that has stopped it, and its
+memory cgroup counts OOM kills. The worker's faulthandler writes the Python stack to a pipe when the worker crashes in
+native code and, on a signal, even while a C call keeps the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ LAST_LINES_WITHIN = 1.0
 # Seconds that a program has to handle SIGTERM after another rank has failed.
 TERM_GRACE = 5.0
 KILLED_WITHIN = 10.0
-# Seconds in which a script whose collective breaks notices the verdict, and then ends: what it does there has limits.
+# Seconds for a script whose collective breaks to notice the verdict, then to end by itself before it is made to end.
 GRACE = 0.7
 WAY_OUT = 10.0
 ANSWER_WITHIN = 0.5
-# Seconds after the channel was closed until a look whether exec has replaced the program: a process that ends closes
-# its descriptors before the kernel says that it has ended.
+# Seconds from the end of the channel to the look whether exec has replaced the program. The delay is for a process that
+# ends: it closes its descriptors before the kernel says that it has ended.
 REPLACED_AFTER = 0.5
 
 
@@ -70,21 +70,21 @@ class Worker:
     ) -> None:
         self.pid = pid
         self.hears = True
-        """Whether it runs Python, which takes its agent's messages."""
+        """Whether the worker runs Python that reads its agent's messages."""
         self._takes_stops = False
         """Whether the program stops with all ranks after the same step, so that SIGTERM does not end it."""
         self.ended = self.closed = False
         self.status: int | None = None
         """Its exit code, or minus the signal that has ended it; None while it runs, or if nobody could see that."""
         self.beat = Beat()
-        """What the worker does, as it has said last."""
+        """What the worker does, by its last message about that."""
         self.records = Records()
         """The collectives it has begun."""
         self.said: set[type[from_worker.FromWorker]] = set()
-        """The types of its messages so far; it sends the first once it has torch."""
+        """The types of its messages so far; until the first has come, the worker may not have been forked yet."""
         self.until: float | None = None
-        """When a program that its agent or a signal has asked to end is killed, if the run has ended too; 0: at once;
-        None: nothing has asked it to end."""
+        """When a program that its agent or a signal has asked to end is killed if the run has ended too; 0: at once;
+        None: the program was not asked to end."""
         self._channel, self._process = channel, process
         self._stack = WorkerStack(faults)
         self._connection: Connection[from_worker.FromWorker] | None = None
@@ -120,7 +120,7 @@ class Worker:
             case from_worker.RecordsMemory():
                 try:
                     self.records.open(self.pid, message.descriptor, message.complete, message.compared)
-                except (OSError, ValueError) as error:  # it ended: its last words follow; ValueError: no such memory
+                except (OSError, ValueError) as error:  # it has ended (its last words follow) or has no such memory
                     take(from_worker.NotCompared(str(error)))
             case from_worker.ProgramBegins():
                 self.hears = message.hears
@@ -161,7 +161,7 @@ class Worker:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether the worker has ended, or has closed its channel, as a process does that is just ending."""
+        """Return whether the worker has ended or is ending: its channel is closed, and exec has not replaced it."""
         closed = self._connection is not None and self._connection.closed
         return self.ended or (closed and not self._is_replaced)
 
@@ -249,7 +249,7 @@ class Worker:
         """End the process.
 
         Args:
-            error: what ends the rank; None if its work is done.
+            error: the error that ends the rank; None if its work is done.
             own: whether the error is the worker's own.
         """
         await self._kill(self.signal)
@@ -259,7 +259,7 @@ class Worker:
         """Kill the process by ``send``, and end the processes that it has started."""
         self.children.look(self.pid)
         send(signal.SIGKILL)
-        # A process that waits in the kernel for a device or a file system ends only when that replies.
+        # A process that waits in the kernel for a device or a file system ends only when it gets a reply.
         await wait_until(lambda: self.ended, KILLED_WITHIN)
         await self.children.end(self.pid if self.copies else None)
         # Its last output is still read, for a second at most: a process that it has started may keep the pipe open.
@@ -270,7 +270,7 @@ class Worker:
         it. A stopped program is killed at once; a program that a signal has asked to end gets no second signal."""
         self.children.look(self.pid)
         if from_worker.ProgramBegins in self.said and not self.stopped_by():
-            if from_worker.Failed in self.said:  # what it has registered with atexit takes its time
+            if from_worker.Failed in self.said:  # functions registered with atexit may take their time
                 await wait_until(lambda: self.is_gone or self.until == 0, WAY_OUT)
             elif self.hears:
                 await self._let_it_save()

@@ -1,4 +1,4 @@
-"""The Python stacks that faulthandler writes of a worker, and how errors and ``status --stacks`` show them."""
+"""The Python stacks that a worker's faulthandler writes, and how errors and ``status --stacks`` show them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_manual import signal_handlers
 from ddp_manual.deadline import wait_until
 from ddp_manual.wording import counted
 
-# Seconds. faulthandler takes a millisecond; a stack is complete when nothing more comes.
+# Seconds. faulthandler takes a millisecond; a stack is complete when nothing more has come for ENDS_AFTER.
 WRITTEN_WITHIN = 1.0
 ENDS_AFTER = 0.1
 LONGEST = 1 << 16
@@ -25,7 +25,7 @@ _LIBRARY = re.compile(
     + ")"
 )
 _STARTS_IT = re.compile(rf'  File "{re.escape(str(_FOLDERS[0]))}/(?:__main__|main|script)\.py"')
-# Innermost frames that are shown even of a library: they say what the thread does, or waits for.
+# How many innermost frames are shown even if they are a library's: they say what the thread does or waits for.
 _INNERMOST = 3
 # What faulthandler writes after the 100 innermost frames of a thread.
 _CUT = "  ..."
@@ -77,8 +77,8 @@ def readable_stack(text: str, place: str = "") -> str:
     frames of libraries only the innermost ones.
 
     Args:
-        place: the program's innermost line, as its heartbeat said it: below 100 frames of libraries faulthandler writes
-            none of the program's.
+        place: the program's innermost line, from its last heartbeat: faulthandler writes only 100 frames of a thread,
+            which may all be those of libraries.
     """
     text = re.sub(r"(?m)^Extension modules: .*\n?", "", text)
     threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)

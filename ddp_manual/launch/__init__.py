@@ -1,1 +1,1 @@
-"""Many ranks from one terminal: of this host, of several hosts by way of ssh, or what to type to start them by hand."""
+"""Start many ranks from one terminal: on this host, on several hosts by ssh; or list what to type to start them."""

@@ -1,4 +1,4 @@
-"""The hosts of a run and how many ranks each has, as ``--hosts a:4,b:4`` or a hostfile says it."""
+"""The hosts of a run and how many ranks each has, as ``--hosts a:4,b:4`` or a hostfile lists them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Return the hosts of a hostfile as Open MPI and DeepSpeed have it: ``host slots=N`` on each line.
+    """Return the hosts of a hostfile in the format of Open MPI and DeepSpeed: ``host slots=N`` on each line.
 
     ``#`` begins a comment. As in Open MPI, a host without ``slots`` has M ranks by ``max_slots=M``, or one rank without
     that; beside ``slots``, ``max_slots`` is only an upper bound.

@@ -1,4 +1,4 @@
-"""What ``launch --hosts`` and its process on each host say to each other: this module is the whole list.
+"""All messages between ``launch --hosts`` and its process on each host.
 
 Each message is a line with a JSON object. The host's process reads messages from standard input; it writes messages to
 standard output, behind ``MARK``, between the lines of ranks.

@@ -254,7 +254,7 @@ class RanksOfHost:
         launch.have_ended(self)
 
     async def _have_ended(self, restarts: int, tell: Tell) -> bool:
-        """Have the host start its ranks; return whether they have ended before the session has."""
+        """Have the host start its ranks; return True once they have ended, False if the session ends first."""
         launch = self._launch
         launch.at_work.add(self)
         self.session.send(Begin(**launch.meeting_point, restarts=restarts))

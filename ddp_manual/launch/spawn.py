@@ -1,6 +1,6 @@
 """``spawn(train_fn, nprocs)``: call a function of a script in N ranks that the script itself starts.
 
-It is ``launch`` of a function. What launches is a process of its own, ``launch/__main__.py``: the script may have an
+It is ``launch`` of a function. A separate process launches the ranks, ``launch/__main__.py``: the script may have an
 event loop, as in a notebook, and threads. Each rank imports the script, and calls the function: ``launch/function.py``.
 """
 
@@ -37,7 +37,7 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
 
     Args:
         train_fn: at the top level of a module or of the script, so that each rank finds it by its name.
-        args: its arguments after the world; copied to each rank.
+        args: its arguments after ``world``; each rank gets a copy.
         world_options: of WorldSpec, such as ``join_timeout=60`` or ``device="cpu"``, except those that spawn decides.
 
     Raises:

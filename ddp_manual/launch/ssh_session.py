@@ -88,7 +88,7 @@ class Remote:
 
     @classmethod
     def of(cls, ssh: str | None, folder: str | None, python: str | None) -> Remote:
-        """Return what was typed; folder and Python are by default the same as here.
+        """Return what was typed as a Remote; by default the folder and the Python are the same as here.
 
         Raises:
             BadOption: the folder begins with ``~`` and the name of a user.
@@ -171,7 +171,7 @@ def why_not(host: str, remote: Remote, code: int | None, said: str) -> tuple[str
         )
     if "No such command" in said:
         return "its ddp_manual is too old", f"install version {ddp_manual.__version__} there"
-    if code is not None and (code > 128 or code < 0):  # below 0 without a shell or ssh in between
+    if code is not None and (code > 128 or code < 0):  # it is below 0 if no shell or ssh was in between
         name = signal_name(code - 128 if code > 0 else -code)
         return f"its agents were ended by {name}", f"see who has sent it, or whether memory ran out: {log_in} dmesg"
     return f"its Python has ended with exit code {code}: {last}", f"log in, and try it there: {log_in}"
@@ -265,7 +265,7 @@ class Session:
 
     @property
     def others_end_within(self) -> float:
-        """The seconds in which the other hosts are to end their ranks, since this session has ended."""
+        """The seconds in which the other hosts must end their ranks, now that this session has ended."""
         return END_WITHIN - (SILENT_AFTER if self._was_silent or "not responding" in self.said else 0)
 
     async def _copy(self, stream: asyncio.StreamReader, sink: TextIO) -> None:

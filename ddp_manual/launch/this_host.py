@@ -1,7 +1,7 @@
 """``launch`` on this host: the agents of all its ranks in one process, for our own training or a program of the user's.
 
-Their workers are forks of a process that has imported torch once; each has a session of its own, and its lines are
-shown with its rank in front and go to a log file. When one rank fails its agent tells the others, as in any run.
+The workers are forks of a process that has imported torch once. Each has a session of its own; its lines are shown
+with its rank in front, and go to a log file. If a rank fails, its agent tells the other ranks, as in any run.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Ranks:
         self._lines: Counter[str] = Counter()
         """Line that all ranks are told -> how often it was shown in this attempt."""
         self._is_stopping = self._passes_on = False
-        """Whether a signal has asked all to stop; whether a signal is passed on just now."""
+        """Whether a signal has asked all ranks to stop; whether such a signal is being passed on just now."""
 
     @contextmanager
     def able_to_start(self) -> Iterator[None]:
@@ -180,7 +180,7 @@ class Ranks:
         place: dict[str, Any] = {"world_size": world_size, "rank": rank, "run_id": job.run_id}
         own = dataclasses.replace(job.spec, **place, sources={**job.spec.sources, **dict.fromkeys(place, "flag")})
         first, by_ssh = self.hosts.ranks[0], self.hosts.by_ssh
-        speaks = first == 0 or not by_ssh  # with ssh the ranks of all hosts share one terminal
+        speaks = first == 0 or not by_ssh  # with ssh, the ranks of all hosts share one terminal
         told: Counter[str] = Counter()
 
         def is_news(line: str) -> bool:
