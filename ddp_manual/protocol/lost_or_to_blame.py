@@ -138,17 +138,19 @@ class Watch:
             self._close_process_groups(now)
 
     def _judge(self, broken: Sequence[Broken], now: float) -> None:
-        """Blame a stopped or a silent rank, ranks that finished early, or the first rank whose collective broke."""
+        """Blame ranks that finished early, a stopped or a silent rank, or the first rank whose collective broke."""
         ranks = [one.verdict.rank for one in broken]  # they may have closed their groups because it broke
         found = ((one, self.health.finished_before(one.verdict.rank, without=ranks)) for one in broken)
         first, early = next((pair for pair in found if pair[1]), (broken[0], []))
         rank, late = first.verdict.rank, self.health.late(now)
-        if self._end_because_of_stopped(now, 0):
-            pass
-        elif late is not None and late[0] not in early:  # others may have closed their groups, and save what they have
-            self._lose_silent(*late, why=[f"a collective of rank {rank} has broken meanwhile"])
-        elif early:
+        # A rank that is silent since before explains it: others may have closed their groups, and save what they have.
+        silent = {late[0]} if late is not None and late[1] > BLAME_WITHIN else set()
+        if early and silent <= {*early}:
             self._end_because_of_finished(rank, early, first.place, now)
+        elif self._end_because_of_stopped(now, 0):
+            pass
+        elif late is not None:
+            self._lose_silent(*late, why=[f"a collective of rank {rank} has broken meanwhile"])
         else:
             self._lose_unless_mismatch(Loss(first.verdict, BROKEN), now)
 

@@ -56,7 +56,7 @@ def let_programs_meet_by_themselves(starts: Callable[[int], None]) -> None:
         starts: called with the number of processes that the program starts.
     """
     variables = user_variables.variables()
-    port = variables.get("MASTER_PORT")
+    port, launched = variables.get("MASTER_PORT"), int(variables.get("WORLD_SIZE", "1"))
     without_launcher = {"TORCHELASTIC_USE_AGENT_STORE": None}
     handlers, spawning = sys.modules["torch.distributed.rendezvous"], sys.modules["torch.multiprocessing.spawn"]
     start: Callable[..., Any] = spawning.start_processes
@@ -66,7 +66,7 @@ def let_programs_meet_by_themselves(starts: Callable[[int], None]) -> None:
         with changed(without_launcher if by_itself else {}):
             store, rank, world_size = next(meet(url, *given, **named))
         if not by_itself:
-            store = _opening.begin(store, world_size)
+            store = _opening.begin(store, world_size, is_whole=world_size >= launched)
         yield store, rank, world_size
 
     def start_processes(fn: Any, args: Any = (), nprocs: int = 1, *given: Any, **named: Any) -> Any:
@@ -85,23 +85,28 @@ class _Opening:
     ranks in earlier groups."""
 
     def __init__(self) -> None:
-        self._count: Callable[[], object] | None = None
+        self._begun: tuple[int, Callable[[], object]] | None = None
+        """The number of ranks in the group that is being opened, and what counts it."""
+        self._count_last: Callable[[], object] | None = None
 
-    def begin(self, store: Any, world_size: int) -> Any:
-        """Return the store in which the ranks of the next group meet: a part of its own, except for the first group of
-        so many ranks, some of which may be processes without this package."""
+    def begin(self, store: Any, world_size: int, *, is_whole: bool) -> Any:
+        """Return the store in which the ranks of the next group meet: a part of its own. The first group of the whole
+        world has the store itself, since some of its ranks may be processes without this package."""
+        if self._count_last is not None:  # not at once: a group that opens lazily is open before other ranks begin it
+            self._count_last()
         key = f"ddp_manual/groups of {world_size}"
         opened = int(store.get(key)) if store.check([key]) else 0
-        # All ranks of the group do this, and the first one counts.
-        self._count = functools.partial(store.compare_set, key, str(opened or ""), str(opened + 1))
-        return PrefixStore(f"ddp_manual/{opened}", store) if opened else store
+        # All ranks of a group count it, and the first one succeeds.
+        self._begun = world_size, functools.partial(store.compare_set, key, str(opened or ""), str(opened + 1))
+        self._count_last = None
+        return store if is_whole and not opened else PrefixStore(f"{key}/{opened}", store)
 
-    def is_done(self) -> None:
-        """Count the group, which is open: a rank whose attempt has failed meets the others where they wait."""
-        count, self._count = self._count, None
-        if count is not None:
-            with suppress(RuntimeError):  # rank 0 has ended, and the store with it
-                count()
+    def is_done(self, world_size: int) -> None:
+        """Note that a group of so many ranks is open. A rank that fails to open one counts none, so that it meets the
+        other ranks where they still wait."""
+        begun = self._begun
+        if begun is not None and begun[0] == world_size:
+            self._begun, self._count_last = None, begun[1]
 
 
 _opening = _Opening()
@@ -245,7 +250,7 @@ def watch_process_groups(
                 ranks = [int(rank) for rank in mapping]
                 if group.group_desc == "default_pg":
                     default += len(ranks) > 1  # not one of this rank alone
-                    _opening.is_done()
+                    _opening.is_done(len(ranks))
                 members = f"{name}/{zlib.crc32(repr(ranks).encode()):08x}/{default}"
                 _keys[group] = key = f"{members}/{again[members]}"
                 again[members] += 1
