@@ -96,8 +96,8 @@ FAULTS = (
     ),
     Planted(
         "lines after the last error",
-        "case _ if isinstance(self.state, states.Ended):\n                pass  # it has told",
-        "case _ if False:\n                pass  # it has told",
+        "case _ if isinstance(self.state, states.Ended):\n                pass  # this rank has told",
+        "case _ if False:\n                pass  # this rank has told",
     ),
     Planted(
         "a rank that is done looks for rank 0",
@@ -108,8 +108,8 @@ FAULTS = (
     ),
     Planted(
         "looking ends with the idle worker",
-        "        if isinstance(self.state, (states.Looking, states.Ended)):\n            return  # another",
-        "        if isinstance(self.state, states.Ended):\n            return  # another",
+        "        if isinstance(self.state, (states.Looking, states.Ended)):\n            return  # Looking: another",
+        "        if isinstance(self.state, states.Ended):\n            return  # Looking: another",
     ),
     Planted(
         "the first Ctrl-C ends the rank",
@@ -172,7 +172,7 @@ FAULTS = (
     ),
     Planted(
         "a program waits on its way out for ever",
-        "self._shell.leave_in_order(math.inf)  # torch's store ends with it",
+        "self._shell.leave_in_order(math.inf)  # rank 0's worker has torch's store, which others may need",
         "pass",
     ),
     Planted("any token will do", "if not hmac.compare_digest(", "if None is hmac.compare_digest("),
