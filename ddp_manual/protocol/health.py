@@ -178,7 +178,7 @@ class Health:
         """Return the ranks that are at work, if each of them waits for finished ranks: for so long in a collective that
         these have not begun, or longer in a call of torch for which it is not known which ranks it waits for."""
         active = {rank: known for rank, known in self._watched() if not known.finished}
-        fewest = by_group((known.over for known in self._ranks), min)
+        fewest = self.fewest_over()
 
         def in_vain(known: WatchedRank) -> bool:
             waited = now - since(known.inside_since, now)
@@ -191,8 +191,13 @@ class Health:
     def finished_before(self, rank: int, without: Collection[int] = ()) -> list[int]:
         """Return the ranks, ``without`` some of them, that have finished, or have closed a process group in which
         ``rank`` has begun more collectives."""
-        begun, others = self._ranks[rank].beat.begun, set(range(len(self._ranks))).difference(without)
-        return [other for other in sorted(others) if began_fewer(self._ranks[other].over, begun)]
+        begun = self._ranks[rank].beat.begun
+        early = [other for other, known in enumerate(self._ranks) if began_fewer(known.over, begun)]
+        return [other for other in early if other not in without]
+
+    def fewest_over(self, without: Collection[int] = ()) -> Mapping[str, int]:
+        """Return process group -> the fewest collectives of the ranks that take part in it no more."""
+        return by_group((known.over for rank, known in enumerate(self._ranks) if rank not in without), min)
 
     def find_stall(self, now: float, longer_than: float | None = None) -> Stall | None:
         """Find ranks that have waited in a collective for longer than they may, or than ``longer_than`` seconds."""

@@ -24,6 +24,7 @@ from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.stalls import Stall
 from ddp_manual.protocol.verdicts import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
+from ddp_manual.protocol.watched_rank import began_fewer
 from ddp_manual.ranks_and_runs import Beat, LastWords, RankInfo, Verdict, more_seconds
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import encode
@@ -139,10 +140,10 @@ class Watch:
 
     def _judge(self, broken: Sequence[Broken], now: float) -> None:
         """Blame ranks that finished early, a stopped or a silent rank, or the first rank whose collective broke."""
-        ranks = [one.verdict.rank for one in broken]  # they may have closed their groups because it broke
-        found = ((one, self.health.finished_before(one.verdict.rank, without=ranks)) for one in broken)
-        first, early = next((pair for pair in found if pair[1]), (broken[0], []))
-        rank, late = first.verdict.rank, self.health.late(now)
+        ranks = {one.verdict.rank for one in broken}  # they may have closed their groups because it broke
+        over, late = self.health.fewest_over(without=ranks), self.health.late(now)
+        first = next((one for one in broken if began_fewer(over, self.health.beat(one.verdict.rank).begun)), broken[0])
+        rank, early = first.verdict.rank, self.health.finished_before(first.verdict.rank, without=ranks)
         # A rank that is silent since before explains it: others may have closed their groups, and save what they have.
         silent = {late[0]} if late is not None and late[1] > BLAME_WITHIN else set()
         if early and silent <= {*early}:

@@ -144,11 +144,9 @@ def _settings(report: Mapping[str, Any], *, verbose: bool) -> list[str]:
         for name, value, source in report["settings"]
         if verbose or source not in ("default", DEFAULT_OF_CHECK)
     ]
-    of_ranks = {
-        "settings:" if verbose else "settings that are not the default:": settings,
-        "variables in force:": [*report["variables"].items()],
-    }
-    lines = [line for heading, rows in of_ranks.items() if rows for line in (heading, *columns(rows))]
+    chosen = "settings:" if verbose else "settings that are not the default:"
+    sections = {chosen: settings, "variables in force:": [*report["variables"].items()]}
+    lines = [line for heading, rows in sections.items() if rows for line in (heading, *columns(rows))]
     return ["", *lines] if lines else []
 
 

@@ -85,28 +85,24 @@ class _Opening:
     ranks in earlier groups."""
 
     def __init__(self) -> None:
-        self._begun: tuple[int, Callable[[], object]] | None = None
-        """The number of ranks in the group that is being opened, and what counts it."""
-        self._count_last: Callable[[], object] | None = None
+        self._count_next: dict[int, Callable[[], object]] = {}
+        """The number of ranks in the group that is being opened -> what counts it."""
+        self._count_last: Callable[[], object] = lambda: None
 
     def begin(self, store: Any, world_size: int, *, is_whole: bool) -> Any:
         """Return the store in which the ranks of the next group meet: a part of its own. The first group of the whole
         world has the store itself, since some of its ranks may be processes without this package."""
-        if self._count_last is not None:  # not at once: a group that opens lazily is open before other ranks begin it
-            self._count_last()
+        self._count_last()  # not at once: a group that opens lazily is open before other ranks begin it
         key = f"ddp_manual/groups of {world_size}"
         opened = int(store.get(key)) if store.check([key]) else 0
         # All ranks of a group count it, and the first one succeeds.
-        self._begun = world_size, functools.partial(store.compare_set, key, str(opened or ""), str(opened + 1))
-        self._count_last = None
+        self._count_next = {world_size: functools.partial(store.compare_set, key, str(opened or ""), str(opened + 1))}
         return store if is_whole and not opened else PrefixStore(f"{key}/{opened}", store)
 
     def is_done(self, world_size: int) -> None:
         """Note that a group of so many ranks is open. A rank that fails to open one counts none, so that it meets the
         other ranks where they still wait."""
-        begun = self._begun
-        if begun is not None and begun[0] == world_size:
-            self._begun, self._count_last = None, begun[1]
+        self._count_last = self._count_next.pop(world_size, self._count_last)
 
 
 _opening = _Opening()
