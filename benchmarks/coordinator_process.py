@@ -48,7 +48,7 @@ from ddp_manual.messages import (
     read_from_rank_0,
 )
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
-from ddp_manual.protocol.recovery import Recovery
+from ddp_manual.protocol.loss_policy import LossPolicy
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.wire import LONGEST_ANSWER
 
@@ -136,7 +136,9 @@ def figures() -> dict[str, float]:
 
 async def serve(ranks: int, nonce: str, token: str | None) -> None:
     allow_many_connections()
-    coordinator = Coordinator(run_info(ranks), rank_infos(ranks)[0], seal(token), nonce, JOIN_TIMEOUT, Recovery(0, ""))
+    coordinator = Coordinator(
+        run_info(ranks), rank_infos(ranks)[0], seal(token), nonce, JOIN_TIMEOUT, LossPolicy(0, "")
+    )
     listener = socket.create_server((LOOPBACK, 0), backlog=4096)
     await coordinator.serve(listener)
     ended = asyncio.Event()

@@ -24,7 +24,7 @@ from ddp_manual.messages import FromRank, FromStranger, Heartbeat, read_from_str
 from ddp_manual.processes import process_stat, stopped_by
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import LONGEST_HELLO, Peer
-from ddp_manual.protocol.recovery import Recovery
+from ddp_manual.protocol.loss_policy import LossPolicy
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.ranks_and_runs import RankInfo, RunInfo, RunSoFar
 from ddp_manual.run_folder import holds_another_run, own_run_dir
@@ -56,10 +56,10 @@ class Coordinator:
     """Accepts connections from ``serve`` until ``close``. See ``CoordinatorProtocol`` for the arguments."""
 
     def __init__(
-        self, run: RunInfo, rank_0: RankInfo, seal: Seal, own_nonce: str, join_timeout: float, recovery: Recovery
+        self, run: RunInfo, rank_0: RankInfo, seal: Seal, own_nonce: str, join_timeout: float, policy: LossPolicy
     ) -> None:
         self.protocol = CoordinatorProtocol(
-            *(run, rank_0, seal, own_nonce, join_timeout, recovery, time.monotonic()),
+            *(run, rank_0, seal, own_nonce, join_timeout, policy, time.monotonic()),
             own_addresses=own_addresses() if run.only_on_its_host else [],
             folder_of=self._folder_of,
             show=self._show_soon,
@@ -131,7 +131,7 @@ class Coordinator:
         return self.run.world_size >= MANY_RANKS and self.protocol.roll_call.works
 
     def _folder_of(self, so_far: RunSoFar) -> tuple[str | None, bool]:
-        run_dir = own_run_dir(so_far.run_dir, self.protocol.recovery.run_dir) or self.run.run_dir
+        run_dir = own_run_dir(so_far.run_dir, self.protocol.recovery.policy.run_dir) or self.run.run_dir
         aside = run_dir is not None and holds_another_run(run_dir, so_far.run_id)  # such as on a new host of rank 0
         return f"{run_dir}-{so_far.run_id}" if aside else run_dir, aside
 

@@ -34,9 +34,9 @@ from ddp_manual.errors import DdpManualError, TokenMismatch
 from ddp_manual.join_steps import Step, Steps
 from ddp_manual.protocol.collective_variables import collective_variables
 from ddp_manual.protocol.compatibility import other_version
+from ddp_manual.protocol.loss_policy import LossPolicy
 from ddp_manual.protocol.missing_ranks import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.protocol.program_arguments import named_arguments
-from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.search_for_rank_0 import Search
 from ddp_manual.protocol.token_proof import Seal, Unsealed
 from ddp_manual.ranks_and_runs import RankInfo, RunInfo, RunSoFar
@@ -300,8 +300,8 @@ class Join:
             step.detail = at(address, port)
         info = await self._describe_this_rank(address)
         run = self._task.describe_run(spec, info, address, self._command_for(None))
-        recovery = Recovery(spec.max_restarts, shrink_command(self._spec), self._task.run_dir)
-        self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, recovery)
+        policy = LossPolicy(spec.max_restarts, shrink_command(self._spec), self._task.run_dir)
+        self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, policy)
         await self.coordinator.serve(listener)
         self._log(f"listening at {step.detail}")
         if not (self.seal or run.only_on_its_host or spec.world_size == 1):

@@ -193,7 +193,7 @@ class Agent:
         """Tell the worker its place. After a loss, rank 0 writes an entry about it into the run's folder."""
         self._join.complete(nodes=placed.place.nodes)
         coordinator, run_dir = self._join.coordinator, self.protocol.run_dir
-        record = coordinator.protocol.record if coordinator is not None else None
+        record = coordinator.protocol.meeting.record if coordinator is not None else None
         if record is not None and run_dir is not None:
             with suppress(DdpManualError):  # the run goes on even if the entry cannot be written
                 run_folder.append_json_line(run_folder.RunPaths(Path(run_dir)).losses, record)

@@ -276,8 +276,8 @@ class Faults:
         if zero is None or shell is None or zero.process.frozen:
             return False
         coordinator = shell.protocol
-        self._run.loop.call_soon(coordinator.shrink, context=zero.process.context)
-        if not coordinator.recovery.began or coordinator.roll_call.works:
+        self._run.loop.call_soon(coordinator.recovery.shrink, context=zero.process.context)
+        if not coordinator.recovery.policy.began or coordinator.roll_call.works:
             return False
         self._run.moments.shrunk |= {*coordinator.roll_call.missing}
         return True

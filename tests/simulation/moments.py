@@ -19,7 +19,7 @@ from ddp_manual.protocol.agent import LEAVE_TIMEOUT, AgentProtocol
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.heartbeat_times import silent_after
-from ddp_manual.protocol.recovery import SURVIVORS_WITHIN
+from ddp_manual.protocol.loss_policy import SURVIVORS_WITHIN
 from tests.simulation.plan import OF_LINKS, SILENT
 from tests.simulation.virtual_time import EPOCH
 from tests.simulation.worker import AT_WORK, LEFT, Program, SimulatedWorker
@@ -111,7 +111,7 @@ class Moments:
         """Whether rank 0 has heard that all have done their work."""
         coordinators = (one.agent._join.coordinator for one in reversed(self.run.ranks) if one.runs and one.agent)
         coordinator = next(filter(None, coordinators), None)
-        return coordinator is not None and coordinator.protocol._watch.health.all_finished
+        return coordinator is not None and coordinator.protocol.recovery.watch.health.all_finished
 
     # -- 8, 11, 13: as time goes by -----------------------------------------------------------------------------------
 
@@ -119,11 +119,11 @@ class Moments:
         """8: rank 0 gives up the seat of a process that has ended, or was silent for too long."""
         shell = zero.agent._join.coordinator if zero.agent is not None else None
         coordinator = shell.protocol if shell is not None else None
-        if coordinator is None or zero.errors or coordinator._watch.failure is not None:
+        if coordinator is None or zero.errors or coordinator.recovery.watch.failure is not None:
             return
         for number, member in coordinator.roll_call.members.items():
-            peer, holder = coordinator._peers.get(number), self.run.programs.get(member.info.pid)
-            work_is_done = number in coordinator._watch.health.finished
+            peer, holder = coordinator.recovery.peers.get(number), self.run.programs.get(member.info.pid)
+            work_is_done = number in coordinator.recovery.watch.health.finished
             if number == 0 or holder is None or work_is_done or (peer is not None and peer.left):
                 continue
             since = self.unheard_since.get(holder.rank)
@@ -249,10 +249,10 @@ class Moments:
 
 def decided(coordinator: CoordinatorProtocol) -> tuple[Any, ...]:
     """Return what a coordinator has decided, and what it knows of its ranks' work."""
-    roll_call, recovery, watch = coordinator.roll_call, coordinator.recovery, coordinator._watch
+    roll_call, policy, watch = coordinator.roll_call, coordinator.recovery.policy, coordinator.recovery.watch
     members = {rank: (member.info.pid, member.ready is not None) for rank, member in roll_call.members.items()}
     run = roll_call.works, members, {*roll_call.left_out}, {*roll_call.stopping}, roll_call.is_over
-    run = *run, recovery.generation, {**recovery.held}, {*recovery.lost}
+    run = *run, policy.generation, {**policy.held}, {*policy.lost}
     return *run, watch.failure, {*watch.lost}, {*watch.health.finished}
 
 

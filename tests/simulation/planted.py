@@ -79,7 +79,7 @@ FAULTS = (
     ),
     Planted("left out for ever", "            self._become(rank, Seat.EMPTY)\n", "            pass\n"),
     Planted("survivors are not awaited", "silent_after(run) + SURVIVORS_WITHIN", "0.0"),
-    Planted("a silent newcomer keeps its seat", "if not begun or self.roll_call.is_left_out(rank)]", "if not begun]"),
+    Planted("a silent newcomer keeps its seat", "if not begun or self._roll_call.is_left_out(rank)]", "if not begun]"),
     Planted("a second holder of a rank", "if refusal is None and holder is not None:", "if False:"),
     Planted(
         "the worker is not replaced",
@@ -123,8 +123,8 @@ FAULTS = (
     ),
     Planted(
         "what is held is thrown away",
-        "elif not self.run.resumes:\n            self._refuse_all(never",
-        "elif True:\n            self._refuse_all(never",
+        "elif not self._run.resumes:\n            self.refuse_all(never",
+        "elif True:\n            self.refuse_all(never",
     ),
     Planted(
         "rank 0 leaves first",
@@ -144,7 +144,7 @@ FAULTS = (
     Planted("the held memory stays open", "            self.held.close()\n", ""),
     Planted(
         "who is silent has a second time-out",
-        "hear(rank, None, max(member.heard, self._resumed_at))",
+        "hear(rank, None, max(member.heard, self._recovery.resumed_at))",
         "hear(rank, None, now)",
     ),
     Planted(

@@ -20,7 +20,7 @@ from ddp_manual.held_memory import HeldMemory, Moment
 from ddp_manual.memory_cgroup import memory_left
 from ddp_manual.messages import Losses, Placed
 from ddp_manual.on_rank_loss import WAIT
-from ddp_manual.protocol.recovery import MOST_WITHOUT_A_STEP, Recovery
+from ddp_manual.protocol.loss_policy import MOST_WITHOUT_A_STEP, LossPolicy
 from ddp_manual.ranks_and_runs import Place, RankInfo, Verdict
 from ddp_manual.run_folder import holds_another_run
 from ddp_manual.training import held_state
@@ -42,10 +42,10 @@ def placed(rank: int) -> Placed:
     return Placed(place, ("10.0.0.1", 1), 0, holds=True, state_from=None, losses=Losses(0, 0.0), run=KEEPS)
 
 
-def begun() -> Recovery:
-    recovery = Recovery(max_restarts=2, shrink="ddp-manual status --shrink")
-    assert recovery.complete(KEEPS, here(0, 1, 2), 0.0) is None
-    return recovery
+def begun() -> LossPolicy:
+    policy = LossPolicy(max_restarts=2, shrink="ddp-manual status --shrink")
+    assert policy.complete(KEEPS, here(0, 1, 2), 0.0) is None
+    return policy
 
 
 @pytest.mark.parametrize(
@@ -53,35 +53,35 @@ def begun() -> Recovery:
     [(False, "all 3 start again"), (True, "all 3 go on from the newest checkpoint, or from the beginning")],
 )
 def test_where_nothing_is_held_the_line_says_how_much_work_is_repeated(resumes: bool, said: str) -> None:
-    recovery, run = begun(), replace(KEEPS, resumes=resumes)
+    policy, run = begun(), replace(KEEPS, resumes=resumes)
     for lost_at, back_at, took, work in ((340.2, 348.1, "7.9 s", "340 s"), (352.5, 452.5, "100 s", "4 s")):
-        recovery.begin({2: GONE}, lost_at)
-        gone_on = recovery.complete(run, here(0, 1, 2), back_at)
+        policy.begin({2: GONE}, lost_at)
+        gone_on = policy.complete(run, here(0, 1, 2), back_at)
         cost = f"the break took {took}, and the ranks repeat about {work} of work, unless a checkpoint has it"
         assert gone_on is not None and gone_on[0] == f"rank 2 is back, on a: {said}; {cost}"
 
 
 @pytest.mark.parametrize("own_code", [True, False])
 def test_a_rank_that_is_lost_again_and_again_without_a_step_in_between_ends_the_run(own_code: bool) -> None:
-    recovery = begun()
+    policy = begun()
     for time in range(1 if own_code else MOST_WITHOUT_A_STEP):
-        recovery.begin({2: GONE}, 10.0 * time, own_code=[2] if own_code else [])
-        recovery.take_held(0, (time, 5), 5)
-        assert recovery.refusal([2], [0]) is None
-        recovery.complete(KEEPS, here(0, 1, 2), 10.0 * time)
-    recovery.begin({2: GONE}, 100.0, own_code=[2] if own_code else [])
-    recovery.take_held(0, (0, 5), 5)
-    refusal = recovery.refusal([2], [0])
+        policy.begin({2: GONE}, 10.0 * time, own_code=[2] if own_code else [])
+        policy.take_held(0, (time, 5), 5)
+        assert policy.refusal([2], [0]) is None
+        policy.complete(KEEPS, here(0, 1, 2), 10.0 * time)
+    policy.begin({2: GONE}, 100.0, own_code=[2] if own_code else [])
+    policy.take_held(0, (0, 5), 5)
+    refusal = policy.refusal([2], [0])
     assert refusal is not None and "after step 5: no step was done in between" in refusal.why
 
 
 def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own_code_raises() -> None:
-    recovery, refused = begun(), []
+    policy, refused = begun(), []
     for step in range(10):
-        recovery.begin({2: GONE}, 0.0, own_code=[2] if step > 4 else [])
-        recovery.take_held(0, (step, step), step)
-        refused.append(recovery.refusal([2], [0]) is not None)
-        recovery.complete(KEEPS, here(0, 1, 2), 0.0)
+        policy.begin({2: GONE}, 0.0, own_code=[2] if step > 4 else [])
+        policy.take_held(0, (step, step), step)
+        refused.append(policy.refusal([2], [0]) is not None)
+        policy.complete(KEEPS, here(0, 1, 2), 0.0)
     assert refused[:7] == [False] * 7 and refused[7]
 
 
@@ -212,8 +212,8 @@ def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_co
         holding.hold(torch.nn.Linear(2, 1), every=2)
     newest = memory.newest()
     assert newest is not None and newest.moment.named == named
-    recovery = begun()
-    recovery.begin({2: GONE}, 10.0)
-    recovery.take_held(0, newest.moment, newest.moment.step + bool(told))
-    line, _ = recovery.complete(KEEPS, here(0, 1, 2), 11.0) or ("", {})
+    policy = begun()
+    policy.begin({2: GONE}, 10.0)
+    policy.take_held(0, newest.moment, newest.moment.step + bool(told))
+    line, _ = policy.complete(KEEPS, here(0, 1, 2), 11.0) or ("", {})
     assert f"all 3 go on {named}; the break took 1.0 s, and the ranks repeat {repeated}" in line
