@@ -47,7 +47,7 @@ Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Option = tuple[Any, str]
 """The value of an option that ranks must agree on, and where it comes from, such as a file."""
 Moment = tuple[Count, Count, bool]
-"""The generation and the step of a state that is held: see ``held_memory``."""
+"""The generation and the step of a state that is held: see ``held_state_memory``."""
 
 
 class Checked(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

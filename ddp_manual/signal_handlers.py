@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from ddp_manual import processes
+from ddp_manual import orphans, process_status
 from ddp_manual.errors import StopSignal
 
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -199,7 +199,7 @@ class Witness:
         if number not in self._answers or now - self._answers[number][0] > ONCE_WITHIN:
             self._answers[number] = now, False
             with suppress(OSError):  # somebody has killed it
-                self._answers[number] = now, number in processes.signals_of(self.pid, "ShdPnd")
+                self._answers[number] = now, number in process_status.signals_of(self.pid, "ShdPnd")
             self.forget()
         return self._answers[number][1]
 
@@ -222,7 +222,7 @@ def _collect_signals(parent: int, *, own_session: bool) -> NoReturn:
         os.closerange(0, 1 << 16)
         if own_session:
             os.setsid()
-        processes.die_with_parent(parent)
+        orphans.die_with_parent(parent)
         while True:
             signal.sigwait([STACKS])
             while signal.sigtimedwait(BLOCKED_AT_START, 0):

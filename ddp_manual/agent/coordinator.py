@@ -21,7 +21,7 @@ from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.deadline import Waiting
 from ddp_manual.errors import DdpManualError
 from ddp_manual.messages import FromRank, FromStranger, Heartbeat, read_from_stranger
-from ddp_manual.processes import process_stat, stopped_by
+from ddp_manual.process_status import process_stat, stopped_by
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import LONGEST_HELLO, Peer
 from ddp_manual.protocol.loss_policy import LossPolicy

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ddp_manual import from_agent, from_worker, left_behind, messages, run_folder, signal_handlers
+from ddp_manual import atomic_files, from_agent, from_worker, messages, orphans, run_folder, signal_handlers
 from ddp_manual.agent import rank_result
 from ddp_manual.agent.coordinator import stopped_agent
 from ddp_manual.agent.join import Join
@@ -38,7 +38,7 @@ from ddp_manual.errors import (
     RankTaken,
     Stopped,
 )
-from ddp_manual.held_memory import HeldMemory
+from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.join_steps import Steps
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import SAVE_WITHIN, AgentProtocol, Answered
@@ -196,7 +196,7 @@ class Agent:
         record = coordinator.protocol.meeting.record if coordinator is not None else None
         if record is not None and run_dir is not None:
             with suppress(DdpManualError):  # the run goes on even if the entry cannot be written
-                run_folder.append_json_line(run_folder.RunPaths(Path(run_dir)).losses, record)
+                atomic_files.append_json_line(run_folder.RunPaths(Path(run_dir)).losses, record)
         if self.task.name:
             seconds = f"{time.monotonic() - self.protocol.work.started:.1f} s"
             place, whole_world = placed.place, self.spec.world_size
@@ -381,7 +381,7 @@ class Agent:
     def _tick(self) -> None:
         if not isinstance(self.protocol.state, states.Ended):
             asyncio.get_running_loop().call_later(TICK, self._tick)
-            left_behind.reap()
+            orphans.reap()
             self._ending.guarded(self.protocol.tick)(time.monotonic())
 
     # -- the end ------------------------------------------------------------------------------------------------------

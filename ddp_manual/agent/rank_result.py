@@ -10,10 +10,11 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from ddp_manual.atomic_files import write_json
 from ddp_manual.environment.machine import host_name
 from ddp_manual.errors import DdpManualError, MasterLost, traceback_of
 from ddp_manual.ranks_and_runs import LastWords, RunInfo, first_command_and, named_from_outside, resume_flags
-from ddp_manual.run_folder import RunPaths, holder_of, holds_another_run, write_json
+from ddp_manual.run_folder import RunPaths, holder_of, holds_another_run
 from ddp_manual.terminal import result_line
 from ddp_manual.text_wrapping import whole
 

@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import left_behind
+from ddp_manual import orphans
 from ddp_manual.agent.worker_process import LOOK_EVERY, Worker
 from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.environment.start_python import start_python
 from ddp_manual.errors import DdpManualError, not_installed
-from ddp_manual.held_memory import HeldMemory
+from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.program import EXECUTABLE, Program
 from ddp_manual.rank_output import RankOutput, copies
 
@@ -96,7 +96,7 @@ class Forker(Starter):
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = self._new_python([theirs.fileno()], self._words)
-        left_behind.note_own(self._process)
+        orphans.note_own(self._process)
 
     def start_again(self) -> None:
         """Start the process that forks again if it was killed, as by the OOM killer; its workers died with it."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from msgspec.structs import asdict, replace
 
-from ddp_manual import from_agent, from_worker, left_behind, processes, signal_handlers
+from ddp_manual import from_agent, from_worker, orphans, process_status, signal_handlers
 from ddp_manual.agent.collective_records import Records
 from ddp_manual.agent.connection import Connection
 from ddp_manual.agent.worker_stack import WorkerStack
@@ -88,9 +88,9 @@ class Worker:
         self._channel, self._process = channel, process
         self._stack = WorkerStack(faults)
         self._connection: Connection[from_worker.FromWorker] | None = None
-        self.children = left_behind.Children()
+        self.children = orphans.Children()
         if process is not None:
-            left_behind.note_own(process)
+            orphans.note_own(process)
         self._command = b""
         """How the program was started, as the kernel knows it."""
         self._is_replaced = False
@@ -173,7 +173,7 @@ class Worker:
                 pidfd = os.pidfd_open(self.pid)
 
         def end() -> None:  # at once, before the parent of the process collects its status
-            self.status = processes.exit_status(self.pid)
+            self.status = process_status.exit_status(self.pid)
             ended.set()
 
         if pidfd is not None:
@@ -198,8 +198,8 @@ class Worker:
         """Return whether the process has ended, where the kernel does not say when a process ends."""
         if self.has_started_its_agent or not os.path.isdir("/proc/self"):
             return self.is_gone
-        self.status = processes.exit_status(self.pid)
-        return self.status is not None or not processes.process_stat(self.pid)
+        self.status = process_status.exit_status(self.pid)
+        return self.status is not None or not process_status.process_stat(self.pid)
 
     def send(self, message: from_agent.FromAgent) -> None:
         if self._connection is not None:
@@ -220,7 +220,7 @@ class Worker:
 
     def stopped_by(self) -> str:
         """Return the name of the signal that has stopped the process; "" while it runs."""
-        return processes.stopped_by(self.pid)
+        return process_status.stopped_by(self.pid)
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -236,7 +236,7 @@ class Worker:
         """Return the Python stacks of all threads except this package's own."""
         if name := self.stopped_by():
             return f"its worker is stopped: {name}"
-        if not processes.is_caught(self.pid, signal_handlers.STACKS):  # the signal would end it
+        if not process_status.is_caught(self.pid, signal_handlers.STACKS):  # the signal would end it
             return "it runs no Python that could write a stack"
         return await self._stack.ask(self.signal, self.beat.place) or "its worker gave none"
 
@@ -275,7 +275,7 @@ class Worker:
             elif self.hears:
                 await self._let_it_save()
             if self.until is None and not (self.is_gone or self._takes_stops):
-                handles_it = processes.is_caught(self.pid, signal.SIGTERM)
+                handles_it = process_status.is_caught(self.pid, signal.SIGTERM)
                 self.until = time.monotonic() + (grace if handles_it else TERM_GRACE)
                 self.signal_all(signal.SIGTERM)
             blocked_at = time.monotonic()

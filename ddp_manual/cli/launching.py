@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ddp_manual import errors, left_behind, terminal, unread
-from ddp_manual.cli.option_decorators import (
+from ddp_manual import errors, orphans, terminal, unread
+from ddp_manual.cli.flags_from_options import (
     GroupedCommand,
     check_before_script,
     given,
@@ -130,7 +130,7 @@ def launch(context: click.Context, /, **typed: Any) -> int:
             return launched.run()
     ranks = machine.ranks_per_host(str(place["nproc"]))
     on = Hosts([ranks] * place.get("nnodes", 1), place.get("node_rank", 0))
-    left_behind.adopt()
+    orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
         return this_host.launch_here(job, on)
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ddp_manual import errors, terminal
-from ddp_manual.cli.option_decorators import PATH, GroupedCommand, given, json_option, options_of
+from ddp_manual.cli.flags_from_options import PATH, GroupedCommand, given, json_option, options_of
 from ddp_manual.cli.stdout import print_result, redrawing
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.world_options import WorldSpec

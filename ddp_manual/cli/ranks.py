@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ddp_manual import errors, left_behind, terminal, unread
-from ddp_manual.cli.option_decorators import (
+from ddp_manual import errors, orphans, terminal, unread
+from ddp_manual.cli.flags_from_options import (
     PROGRAM_OPTIONS,
     GroupedCommand,
     given,
@@ -52,7 +52,7 @@ def train(config_file: str | None, **flags: Any) -> int:
 
     from ddp_manual.agent import by_hand
 
-    left_behind.adopt()
+    orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
         ended = by_hand.train_by_hand(spec, config)
     if ended.error is None and spec.rank == 0:
@@ -94,7 +94,7 @@ def run_program(
 
     from ddp_manual.agent import by_hand
 
-    left_behind.adopt()
+    orphans.adopt()
     with unread.never_block(unread.A_PERSON_READS_WITHIN):
         return by_hand.run_by_hand(spec, chosen, run_dir, names_in(may_differ)).exit_code
 

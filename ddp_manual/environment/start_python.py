@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_manual import left_behind, signal_handlers
+from ddp_manual import orphans, signal_handlers
 
 # The options of ``python``, in getopt's notation.
 PYTHON_OPTIONS = "bBc:dEhiIm:OPqRsSuvVW:xX:?"
@@ -32,7 +32,7 @@ def start_python(
     flags, inherited = (python_flags(), _inherited_descriptors()) if is_worker else ([], [])
     command = [sys.executable, *flags, str(program), *map(str, descriptors), str(os.getpid()), *who]
     # torch's C++ log is quiet, since our own log lines are clearer; MARK is how we know what a worker has started.
-    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, left_behind.MARK: str(os.getpid())}
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, orphans.MARK: str(os.getpid())}
     with signal_handlers.block_in_children():
         return subprocess.Popen(command, pass_fds=[*descriptors, *inherited], env=environment, **options)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ddp_manual import processes
+from ddp_manual import process_status
 from ddp_manual.environment import machine, user_variables
 
 
@@ -33,7 +33,7 @@ def identity() -> str | None:
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return None
     agent = os.getppid()
-    if fields := processes.process_stat(agent):
+    if fields := process_status.process_stat(agent):
         started = fields[19]  # in ticks since boot: proc(5)
     else:  # not Linux
         import psutil

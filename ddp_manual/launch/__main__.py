@@ -11,7 +11,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from ddp_manual import left_behind, signal_handlers, unread
+from ddp_manual import orphans, signal_handlers, unread
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine
 from ddp_manual.errors import DdpManualError, Stopped
@@ -69,7 +69,7 @@ def _stop_without_parent(started: Launch) -> None:
 
 
 if __name__ == "__main__":
-    left_behind.adopt()
+    orphans.adopt()
     folder = Path(sys.argv[-1].removeprefix("folder="))
     with ThreadPoolExecutor(1, "ddp_manual output") as writer, unread.never_block(unread.A_PERSON_READS_WITHIN):
         asyncio.run(launch(Call(folder), writer))

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import ddp_manual
-from ddp_manual import left_behind, processes, signal_handlers
+from ddp_manual import orphans, signal_handlers
 from ddp_manual.agent.program_source import source_of
 from ddp_manual.environment import machine, variables_for_a_rank
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
@@ -57,17 +57,17 @@ def serve() -> int:
     A script may start processes in sessions of their own, which the end of their rank does not end. This process adopts
     them, and ends them when its child, which has the agents, has ended.
     """
-    processes.adopt_orphans()
+    orphans.adopt_orphans()
     own = os.getpid()
     if child := os.fork():
         signal_handlers.leave_signals_to_the_agent()
         while (ended := os.wait())[0] != child:
             pass  # an adopted process
-        left_behind.end_all()
+        orphans.end_all()
         code = os.waitstatus_to_exitcode(ended[1])
         return code if code >= 0 else 128 - code
-    processes.die_with_parent(own)
-    left_behind.adopt()
+    orphans.die_with_parent(own)
+    orphans.adopt()
     with ThreadPoolExecutor(1, "ddp_manual output") as writer:
         asyncio.run(_Served(writer).run())
     return 0

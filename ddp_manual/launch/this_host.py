@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import left_behind, signal_handlers, terminal
+from ddp_manual import orphans, signal_handlers, terminal
 from ddp_manual.agent import by_hand
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program, forkable_imports
@@ -154,7 +154,7 @@ class Ranks:
             try:
                 lives = zip(self.agents, outputs, strict=True)
                 await asyncio.gather(*(self._live(agent, output, tell) for agent, output in lives))
-                await left_behind.Children().end()  # an orphan in a session of its own may be any rank's
+                await orphans.Children().end()  # an orphan in a session of its own may be any rank's
             finally:  # write all lines before the logs are closed
                 await asyncio.wrap_future(self._writer.submit(lambda: None))
         self._has_trained |= any(agent.protocol.has_trained for agent in self.agents)

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from ddp_manual.errors import MasterLost, PeerLost
-from ddp_manual.held_memory import Moment
+from ddp_manual.held_state_memory import Moment
 from ddp_manual.on_rank_loss import SHRINK
 from ddp_manual.protocol.heartbeat_times import silent_after
 from ddp_manual.protocol.verdicts import verdict_about

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from ddp_manual import run_folder
+from ddp_manual import atomic_files, run_folder
 from ddp_manual.errors import BadOption, writing
 from ddp_manual.terminal import columns
 from ddp_manual.training.data import Split
@@ -56,7 +56,7 @@ def show(config: TrainConfig, part: str, count: int, out: Path | None) -> dict[s
     source.prepare([part])
     split = source.load(part)
     with writing(out, option):
-        run_folder.replace_files({out: image_grid(split, count=count)})
+        atomic_files.replace_files({out: image_grid(split, count=count)})
     if sys.stdout.isatty():
         _draw(split, count)
     counts = torch.bincount(split.labels, minlength=len(split.classes)).tolist()

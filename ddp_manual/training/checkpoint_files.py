@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import run_folder
+from ddp_manual import atomic_files, run_folder
 from ddp_manual.environment import torchrun
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMissing, writing
 from ddp_manual.option_fields import as_flags
@@ -87,7 +87,7 @@ def write(folder: Path, step: int, content: bytes, about: Mapping[str, Any]) -> 
     with writing(folder, "--run_dir"):
         folder.mkdir(exist_ok=True)
         try:
-            run_folder.replace_files({path: content, file: (text + "\n").encode()})
+            atomic_files.replace_files({path: content, file: (text + "\n").encode()})
         except OSError:
             # A ``.pt`` alone is no checkpoint; on a full disk it would only take the room of the next one.
             if not file.exists():
@@ -218,7 +218,7 @@ def find(folder: Path) -> list[Checkpoint]:
 
 def _half_written(folder: Path) -> set[Path]:
     """Return each ``.pt`` whose ``.json`` has no final name yet: it is being written, or its writer was killed."""
-    names = [name for _, name in run_folder.unfinished(folder) if NAME.fullmatch(name) and name.endswith(".json")]
+    names = [name for _, name in atomic_files.unfinished(folder) if NAME.fullmatch(name) and name.endswith(".json")]
     return {(folder / name).with_suffix(".pt") for name in names if not (folder / name).exists()}
 
 
@@ -312,7 +312,7 @@ def rewind(folder: Path, step: int) -> None:
     """
     for path in _half_written(folder):
         path.unlink(missing_ok=True)
-    run_folder.sweep(folder, NAME)
+    atomic_files.sweep(folder, NAME)
     for checkpoint in find(folder):
         if checkpoint.step <= step:
             continue

@@ -25,10 +25,10 @@ from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import checkpoint_files, ddp, own_factory
 from ddp_manual.training.checkpoint_files import AUTO, Checkpoint
 from ddp_manual.training.data import Split
-from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.meter import Window
 from ddp_manual.training.options import TrainConfig
+from ddp_manual.training.position import Position
 from ddp_manual.wording import counted
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from ddp_manual import run_folder
+from ddp_manual import atomic_files
 from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.errors import DdpManualError, StopSignal, escaped
 from ddp_manual.run_folder import RunPaths
@@ -160,7 +160,7 @@ class JsonLines(Tracker):
 
     def open(self, name: str, options: Mapping[str, Any], paths: RunPaths, step: int) -> None:
         self._file = paths.track
-        run_folder.keep_json_lines(self._file, lambda line: line["step"] <= step)
+        atomic_files.keep_json_lines(self._file, lambda line: line["step"] <= step)
         self._write("started", step, name=name, hyperparameters=dict(options))
         if paths.samples.exists():
             self._write("image", step, name="samples", file=paths.samples.name)
@@ -183,7 +183,7 @@ class JsonLines(Tracker):
     def _write(self, event: str, step: int, **content: Any) -> None:
         self._step = step
         head = {"event": event, "time": round(time.time(), 3), "step": step}
-        run_folder.append_json_line(self._file, {**head, **content})
+        atomic_files.append_json_line(self._file, {**head, **content})
 
 
 class TensorBoard(Tracker):
@@ -275,7 +275,7 @@ class WeightsAndBiases(Tracker):
                 ),
             )
         if not self._run.disabled:
-            run_folder.write_json(paths.wandb_id, {"id": self._run.id})
+            atomic_files.write_json(paths.wandb_id, {"id": self._run.id})
         self._uploads = not (self._run.offline or self._run.disabled)
         # wandb sync passes over a run that was meant to be uploaded at once, unless told otherwise.
         every = "--include-online " if self._uploads else ""

@@ -25,12 +25,12 @@ from ddp_manual.training import checkpoint_state, ddp, sampling
 from ddp_manual.training.check_replicas import check_replicas
 from ddp_manual.training.checkpoint_state import History
 from ddp_manual.training.data import Data
-from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.evaluation import Evaluation, Predictions, evaluate
 from ddp_manual.training.held_state import Holder
 from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.meter import Meter, Metrics, Window, diverged
 from ddp_manual.training.options import TrainConfig
+from ddp_manual.training.position import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.transforms import Augmentation
 from ddp_manual.training.write_run_files import RunFiles
 

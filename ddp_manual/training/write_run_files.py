@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ddp_manual import run_folder, terminal
+from ddp_manual import atomic_files, terminal
 from ddp_manual.errors import DdpManualError, DiskFull, writing
 from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.training import checkpoint_files, own_factory, pictures
 from ddp_manual.training.checkpoint_state import History, on_cpu, pack
 from ddp_manual.training.data import Split
-from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluation import Predictions
 from ddp_manual.training.meter import Metrics
+from ddp_manual.training.position import Position
 from ddp_manual.training.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ class RunFiles:
 
     def start(self, settings: Mapping[str, Any], train: Split) -> None:
         """Write ``config.json`` and the picture of the first images."""
-        run_folder.write_json(self._paths.config, settings)
+        atomic_files.write_json(self._paths.config, settings)
         with _not_worth_the_run(self._paths.samples):
-            run_folder.write_bytes(self._paths.samples, pictures.image_grid(train))
+            atomic_files.write_bytes(self._paths.samples, pictures.image_grid(train))
 
     def follow(self, settings: Mapping[str, Any]) -> None:
         """Open the trackers."""
@@ -74,15 +74,15 @@ class RunFiles:
         accuracies = [evaluation.accuracy for evaluation in history.evaluations]
         at_the_end_of_an_epoch = position.epoch > 0 and not position.taken
         with writing(self._paths.run_dir, "--run_dir"):
-            run_folder.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png|csv)"))
+            atomic_files.sweep(self._paths.run_dir, re.compile(r"[a-z]+\.(json|jsonl|pt|png|csv)"))
             checkpoint_files.rewind(self._paths.checkpoints, position.step)
             if not complete:
                 for written_at_the_end in (self._paths.summary, *self._paths.predictions.all):
                     written_at_the_end.unlink(missing_ok=True)
             if not at_the_end_of_an_epoch and self._accuracies_on_disk() != accuracies:
                 self._paths.model.unlink(missing_ok=True)  # it is of an epoch that will be trained again
-        run_folder.keep_json_lines(self._paths.metrics, lambda line: line["step"] <= position.step)
-        run_folder.write_json(self._paths.accuracies, accuracies)
+        atomic_files.keep_json_lines(self._paths.metrics, lambda line: line["step"] <= position.step)
+        atomic_files.write_json(self._paths.accuracies, accuracies)
         if at_the_end_of_an_epoch:
             self._write_model(network)
 
@@ -98,7 +98,7 @@ class RunFiles:
     def add_metrics(self, metrics: Metrics) -> None:
         values = asdict(metrics)
         try:
-            run_folder.append_json_line(self._paths.metrics, values)
+            atomic_files.append_json_line(self._paths.metrics, values)
         except DiskFull as error:  # without metrics the run goes on
             if not self._disk_was_full:
                 logger.warning("%s: metrics are missing there until there is room", error.what)
@@ -109,7 +109,7 @@ class RunFiles:
     def add_evaluation(self, trainer: Trainer) -> None:
         """Write the accuracies, and the model of the epoch that has ended."""
         # In this order: if a kill came between, a model without its accuracy would pass for that of the epoch before.
-        run_folder.write_json(self._paths.accuracies, [evaluation.accuracy for evaluation in trainer.evaluations])
+        atomic_files.write_json(self._paths.accuracies, [evaluation.accuracy for evaluation in trainer.evaluations])
         self._write_model(trainer.network)
         last = trainer.evaluations[-1]
         self._trackers.scalars(trainer.position.step, {"test/loss": last.loss, "test/accuracy": last.accuracy})
@@ -122,7 +122,7 @@ class RunFiles:
             for name, value in on_cpu(network.state_dict()).items()
         }
         torch.save(state, content)
-        run_folder.write_bytes(self._paths.model, content.getvalue())
+        atomic_files.write_bytes(self._paths.model, content.getvalue())
 
     def save_checkpoint(self, trainer: Trainer) -> None:
         position, epoch_plan = trainer.position, trainer.epoch_plan
@@ -148,7 +148,7 @@ class RunFiles:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``: the run is complete."""
-        run_folder.write_json(self._paths.summary, summary)
+        atomic_files.write_json(self._paths.summary, summary)
         self._trackers.summary = summary
 
 
@@ -184,7 +184,7 @@ def write_predictions(paths: PredictionPaths, predictions: Predictions, *, optio
     else:
         logger.info("no %s and no picture of it: more than %d classes", paths.confusion_table, MOST_CONFUSED)
     with writing(paths.folder, option):
-        run_folder.replace_files(contents)
+        atomic_files.replace_files(contents)
     return list(contents)
 
 

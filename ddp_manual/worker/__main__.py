@@ -22,7 +22,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
 
-from ddp_manual import processes, signal_handlers, terminal
+from ddp_manual import orphans, signal_handlers, terminal
 from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.environment.start_python import become_new_python
 from ddp_manual.program import EXECUTABLE
@@ -55,7 +55,7 @@ def become_forked_worker(parent: int, faults: int, out: int, err: int, *, has_se
     """
     if has_session:
         os.setsid()
-    processes.die_with_parent(parent)
+    orphans.die_with_parent(parent)
     for number, descriptor in ((1, out), (2, err)):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -77,7 +77,7 @@ if __name__ == "__main__":
         signal_handlers.write_stacks_to(descriptors[1])
     ignored = signal_handlers.ignored_at_start()
     signal_handlers.leave_signals_to_the_agent()
-    processes.die_with_parent(parent)
+    orphans.die_with_parent(parent)
 
     if who.get("kind") == EXECUTABLE:
         from ddp_manual.worker import executable

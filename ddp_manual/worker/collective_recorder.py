@@ -24,7 +24,7 @@ import torch
 
 from ddp_manual import collective_memory
 from ddp_manual.from_worker import FromWorker, GroupClosed, GroupOpened, NotCompared, RecordsMemory
-from ddp_manual.worker.collective_errors import first_line
+from ddp_manual.worker.explain_errors import first_line
 from ddp_manual.worker.private_torch import (
     CODE_OF_COLLECTIVES,
     calling_frame,

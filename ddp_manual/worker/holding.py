@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_manual.from_worker import FromWorker, Holds, Progress
-from ddp_manual.held_memory import HeldMemory
+from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.messages import Placed
 from ddp_manual.training import held_state
 from ddp_manual.training.held_state import Holder

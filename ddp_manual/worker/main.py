@@ -6,11 +6,9 @@ started its agent (``join``).
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,37 +16,32 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from msgspec.structs import asdict
 from torch.distributed import TCPStore
 
 from ddp_manual import errors, from_agent, from_worker
 from ddp_manual.environment import machine, variables_for_a_rank
-from ddp_manual.held_memory import HeldMemory
+from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.join_steps import Steps
 from ddp_manual.longest_wait import timeout_for
 from ddp_manual.ranks_and_runs import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds
 from ddp_manual.wording import counted
 from ddp_manual.worker import device_and_backend as devices
 from ddp_manual.worker import private_torch, process_group, torch_store
-from ddp_manual.worker.collective_errors import (
-    collective_error,
-    first_line,
+from ddp_manual.worker.collective_recorder import record_collectives
+from ddp_manual.worker.explain_errors import (
+    as_ours,
     is_broken_collective,
-    text_of,
     was_raised_by_torch,
 )
-from ddp_manual.worker.collective_recorder import record_collectives
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.worker.shared_memory import check_shared_memory
 from ddp_manual.worker.training_loss import LossRecord
-from ddp_manual.worker.whereabouts import own_traceback, raised_at
+from ddp_manual.worker.whereabouts import raised_at
 from ddp_manual.worker.world import NO_GROUP, World
 from ddp_manual.world_options import WorldSpec
 
-# What torch.save raises on a full disk.
-_TORCH_CANNOT_WRITE = re.compile(r"inline_container\.cc.*(unexpected pos|file write failed)", re.DOTALL)
 logger = logging.getLogger(__name__)
 
 # Seconds. The agent says within 2.5 s why the run ends, and rank 0 stays for 60 s for ranks that still work.
@@ -301,40 +294,3 @@ class Rank:
         self.reporter.send(from_worker.Noticed())
         cause = others.error() if others is not None else None
         return cause if isinstance(cause, errors.PeerGone) else error
-
-
-def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> errors.DdpManualError:
-    """Turn any exception that ends a rank into one of ours; an exception of the user's code keeps its traceback's end.
-
-    Args:
-        whole: whether the traceback keeps the frames of libraries too.
-    """
-    if isinstance(error, errors.DdpManualError):
-        return error
-    if isinstance(error, (errors.StopSignal, KeyboardInterrupt)):
-        return errors.stopped_by(error, next="start all ranks again")
-    where = f"rank {rank} on {machine.host_name()}"
-    if isinstance(error, torch.OutOfMemoryError):
-        return errors.OutOfMemory(
-            f"{where} ran out of GPU memory",
-            why=first_line(error),
-            next="choose a smaller --batch_size, or end what else uses that GPU: nvidia-smi",
-        )
-    if (of_collective := collective_error(error, rank)) is not None:
-        return of_collective
-    opened_twice = isinstance(error, ValueError) and "default process group twice" in text_of(error)
-    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
-    no_room = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    failed = errors.TrainingFailed(
-        f"{where}: {first_line(error) if code is None else f'the program exited with code {code}'}",
-        why=own_traceback(error, whole=whole),
-        next="leave init_process_group out: the process group is open, and is closed at the end"
-        if opened_twice
-        else "make room where it writes: df -h\nthen start all ranks again"
-        if no_room or _TORCH_CANNOT_WRITE.search(text_of(error))
-        else "fix the code or the data that raised it, then start all ranks again",
-    )
-    if code is not None and code & 0xFF:
-        failed.exit_code = code & 0xFF
-        failed.next = "look at why it exits on this line, then start all ranks again"
-    return failed

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from ddp_manual.errors import BadOption
-from ddp_manual.worker.collective_errors import error_while_joining, first_line
 from ddp_manual.worker.device_and_backend import for_all_devices
+from ddp_manual.worker.explain_errors import error_while_joining, first_line
 from ddp_manual.worker.private_torch import set_timeout
 
 # All ranks are here, so connecting takes seconds; ranks that cannot connect should not take 30 minutes to say so.

@@ -19,11 +19,11 @@ import weakref
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
-from ddp_manual import from_agent, from_worker, left_behind, terminal
+from ddp_manual import from_agent, from_worker, orphans, terminal
 from ddp_manual.ranks_and_runs import Beat
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
 from ddp_manual.worker.private_torch import collectives_unfinished, open_groups
-from ddp_manual.worker.stop_after_step import Stops
+from ddp_manual.worker.steps_done import Stops
 from ddp_manual.worker.whereabouts import whereabouts, writes_a_file
 
 # Seconds between two looks at what is due.
@@ -215,5 +215,5 @@ def end_process(status: int) -> NoReturn:
     flushing = threading.Thread(target=flush, daemon=True)
     flushing.start()
     flushing.join(FLUSH_WITHIN)
-    left_behind.end_daemons()
+    orphans.end_daemons()
     os._exit(status)

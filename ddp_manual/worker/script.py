@@ -32,7 +32,7 @@ import torch
 from ddp_manual import from_agent, from_worker, signal_handlers
 from ddp_manual.environment import user_variables, variables_for_a_rank
 from ddp_manual.errors import Stopped
-from ddp_manual.held_memory import HeldMemory
+from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.program import MODULE, Program
 from ddp_manual.ranks_and_runs import RUNNING
 from ddp_manual.worker import device_and_backend, holding, join, private_torch

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from ddp_manual.environment import user_variables
 from ddp_manual.errors import BackendUnavailable, MasterLost
-from ddp_manual.worker.collective_errors import first_line
+from ddp_manual.worker.explain_errors import first_line
 
 # Short, since rank 0 announced the address of its store a moment ago.
 CONNECT_TIMEOUT = timedelta(seconds=10)

@@ -6,9 +6,10 @@ import logging
 import time
 from pathlib import Path
 
+from ddp_manual.atomic_files import append_json_line
 from ddp_manual.errors import DdpManualError
 from ddp_manual.from_worker import Progress
-from ddp_manual.run_folder import RunPaths, append_json_line
+from ddp_manual.run_folder import RunPaths
 
 logger = logging.getLogger(__name__)
 

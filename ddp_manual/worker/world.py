@@ -21,14 +21,14 @@ from ddp_manual import from_worker, signal_handlers, terminal
 from ddp_manual.deadline import Waiting
 from ddp_manual.errors import BadOption, DataMissing, DdpManualError, PeerGone, Stopped, escaped, from_dict
 from ddp_manual.from_agent import StopAfter
-from ddp_manual.held_memory import HeldMemory
+from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.join_steps import Step
 from ddp_manual.ranks_and_runs import ENDED, SAVING, Place
 from ddp_manual.run_folder import own_run_dir
 from ddp_manual.training.ddp import gather_messages
 from ddp_manual.wire import decode
 from ddp_manual.wording import as_ranges, in_words
-from ddp_manual.worker.collective_errors import is_broken_collective
+from ddp_manual.worker.explain_errors import is_broken_collective
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.world_options import WorldSpec
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ddp_manual import processes, signal_handlers, terminal
+from ddp_manual import process_status, signal_handlers, terminal
 from ddp_manual.agent import (
     coordinator,
     join,
@@ -160,7 +160,7 @@ def patched(run: Run) -> Iterator[None]:
         (rounds, {"_rounds": itertools.count()}),
         (rank_result, {"host_name": lambda: here().name}),
         (signal_handlers, {"handle_in_event_loop": lambda handle: contextlib.nullcontext(), "Witness": Witness}),
-        (processes, {"is_caught": lambda pid, number: run.plan.saves > 0}),
+        (process_status, {"is_caught": lambda pid, number: run.plan.saves > 0}),
         (this_host, {"RankOutput": Output}),
         (worker_process, {"OomKills": lambda pid: SimpleNamespace(any=lambda: False)}),
         (main, {"raise_descriptor_limit": lambda spec: "any", "HeldMemory": SimpleNamespace(create=HeldState)}),

@@ -9,7 +9,7 @@ import random
 import signal
 from functools import partial
 
-from ddp_manual.held_memory import Moment
+from ddp_manual.held_state_memory import Moment
 from ddp_manual.protocol import states
 from tests.simulation.faults import Faults
 from tests.simulation.moments import Moments

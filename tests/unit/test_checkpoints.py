@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_manual import run_folder
+from ddp_manual import atomic_files
 from ddp_manual.agent.by_hand import training_task
 from ddp_manual.cli import main as cli
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, DiskFull
@@ -25,10 +25,10 @@ from ddp_manual.tools.checkpoints import list_checkpoints
 from ddp_manual.training import checkpoint_files, checkpoint_state, models
 from ddp_manual.training.checkpoint_state import History
 from ddp_manual.training.data import Split
-from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.meter import Window
 from ddp_manual.training.options import TrainConfig
+from ddp_manual.training.position import Position
 from ddp_manual.world_options import WorldSpec
 
 EVALUATIONS = (Evaluation(loss=0.3, accuracy=0.9, samples=100), Evaluation(loss=0.2, accuracy=0.95, samples=100))
@@ -231,12 +231,12 @@ def test_starting_from_the_beginning_overwrites_neither_another_run_nor_a_comple
 
 def test_metrics_after_a_step_and_a_line_that_was_cut_off_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    run_folder.keep_json_lines(path, lambda line: True)
+    atomic_files.keep_json_lines(path, lambda line: True)
     assert not path.exists()
     for step in (10, 20, 30):
-        run_folder.append_json_line(path, {"step": step})
+        atomic_files.append_json_line(path, {"step": step})
     path.write_text(path.read_text() + '{"step": 1')
-    run_folder.keep_json_lines(path, lambda line: line["step"] <= 20)
+    atomic_files.keep_json_lines(path, lambda line: line["step"] <= 20)
     assert path.read_text() == '{"step": 10}\n{"step": 20}\n'
 
 

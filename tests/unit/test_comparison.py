@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from ddp_manual.atomic_files import append_json_line
 from ddp_manual.cli import main as cli
 from ddp_manual.errors import BadOption
-from ddp_manual.run_folder import RunPaths, append_json_line
+from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools import compare
 from ddp_manual.training.options import TrainConfig
 

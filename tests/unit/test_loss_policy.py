@@ -13,10 +13,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ddp_manual import held_memory
+from ddp_manual import held_state_memory
 from ddp_manual.errors import BadOption
 from ddp_manual.from_worker import Progress
-from ddp_manual.held_memory import HeldMemory, Moment
+from ddp_manual.held_state_memory import HeldMemory, Moment
 from ddp_manual.memory_cgroup import memory_left
 from ddp_manual.messages import Losses, Placed
 from ddp_manual.on_rank_loss import WAIT
@@ -167,7 +167,9 @@ def test_a_host_holds_as_many_states_as_there_is_memory_for_all_its_ranks_or_one
     """Each rank takes two slots, at once, and looks at what is left before any other has taken one."""
     log_to_root(monkeypatch)
     memories = [HeldMemory.create() for _ in range(3)]
-    monkeypatch.setattr(held_memory, "memory_left", lambda: 1.01 * fit * held_memory.PAGE / held_memory.SHARE)
+    monkeypatch.setattr(
+        held_state_memory, "memory_left", lambda: 1.01 * fit * held_state_memory.PAGE / held_state_memory.SHARE
+    )
     for rank, memory in enumerate(memories):
         holder = Holder(memory, 0, 1, placed(rank).place)
         for step in (1, 2, 3):
@@ -175,7 +177,7 @@ def test_a_host_holds_as_many_states_as_there_is_memory_for_all_its_ranks_or_one
                 holder.hold(step, {"step": step})
     moments = [newest.moment if (newest := memory.newest()) else None for memory in memories]
     assert moments == [Moment(0, 3) if rank in hold else None for rank in range(3)]
-    pages = [os.fstat(memory.descriptor).st_size // held_memory.PAGE for memory in memories]
+    pages = [os.fstat(memory.descriptor).st_size // held_state_memory.PAGE for memory in memories]
     assert pages == [3 if rank in hold else 1 for rank in range(3)]
     assert len(caplog.messages) == (1 if len(hold) == 1 else 2 * (not hold))
 
@@ -189,7 +191,7 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
     assert holding.held(model) is None
     holding.hold(model)
     assert memory.newest() is not None
-    monkeypatch.setattr(held_memory, "memory_left", lambda: 0)
+    monkeypatch.setattr(held_state_memory, "memory_left", lambda: 0)
     for _ in range(3):
         holding.hold(model, extra=torch.zeros(10_000))  # more than before
     assert memory.newest() is None

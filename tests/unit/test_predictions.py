@@ -14,14 +14,14 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ddp_manual import run_folder
+from ddp_manual import atomic_files
 from ddp_manual.errors import DiskFull, writing
 from ddp_manual.run_folder import PredictionPaths, RunPaths
 from ddp_manual.training import ddp, pictures
 from ddp_manual.training.data import Split
-from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluation import Predictions, evaluate
 from ddp_manual.training.meter import Metrics
+from ddp_manual.training.position import Position
 from ddp_manual.training.trackers import Trackers
 from ddp_manual.training.transforms import unit_scale
 from ddp_manual.training.write_run_files import RunFiles, confusion_table, table, write_predictions
@@ -136,4 +136,4 @@ def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_run_goes_on_witho
     assert f"No space left on device: {tmp_path / 'predictions.csv'}" in caplog.text
     assert not list(tmp_path.iterdir())
     with pytest.raises(DiskFull, match=r"predictions\.csv"), writing(tmp_path, "--run_dir"):
-        run_folder.replace_files({tmp_path / "predictions.csv": no_room()})
+        atomic_files.replace_files({tmp_path / "predictions.csv": no_room()})

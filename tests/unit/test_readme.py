@@ -12,7 +12,7 @@ import pytest
 
 from ddp_manual import TrainConfig, WorldSpec, errors
 from ddp_manual.cli import main as cli
-from ddp_manual.cli.option_decorators import given
+from ddp_manual.cli.flags_from_options import given
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "README.md"

@@ -18,8 +18,8 @@ from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import result_text
 from ddp_manual.training import checkpoint_files, meter
 from ddp_manual.training.checkpoint_state import History
-from ddp_manual.training.epoch_plan import Position
 from ddp_manual.training.evaluation import Evaluation
+from ddp_manual.training.position import Position
 from ddp_manual.training.trackers import Trackers
 from ddp_manual.training.trainer import Trainer
 from ddp_manual.training.write_run_files import RunFiles

@@ -15,7 +15,7 @@ from ddp_manual import TrainConfig, WorldSpec, join, spawn
 from ddp_manual import train as train_here
 from ddp_manual.environment import launcher_variables
 from ddp_manual.errors import EVERY_ERROR, BadOption, Stopped
-from ddp_manual.worker.main import as_ours
+from ddp_manual.worker.explain_errors import as_ours
 from tests.conftest import Start
 
 

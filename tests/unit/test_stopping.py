@@ -14,7 +14,7 @@ from ddp_manual.from_worker import FromWorker, StepsDone
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
 from ddp_manual.protocol.stop_step import StopStep
-from ddp_manual.worker.stop_after_step import Stops
+from ddp_manual.worker.steps_done import Stops
 from ddp_manual.world_options import WorldSpec
 from tests.alone import alone
 

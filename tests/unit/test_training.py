@@ -9,9 +9,9 @@ from torch.utils.data import DistributedSampler
 
 from ddp_manual.errors import BadOption
 from ddp_manual.training import ddp, meter, models, options, sampling
-from ddp_manual.training.epoch_plan import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.options import TrainConfig
+from ddp_manual.training.position import EpochPlan, Position, steps_until_sync
 from tests.conftest import source
 
 

@@ -1,36 +1,10 @@
-"""What the kernel does with processes, and what proc(5) says of their end and their signals."""
+"""What proc(5) says of a process: its state, its end and its signals."""
 
 from __future__ import annotations
 
 import os
-import signal
-import sys
 
 from ddp_manual.errors import signal_name
-
-# Of prctl(2).
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process with its parent; on other systems than Linux the closed channel ends it."""
-    if sys.platform == "linux":
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of each process below this one whose parent ends; on other systems than Linux init does."""
-    if sys.platform == "linux":
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> None:
-    import ctypes  # takes 2 ms, which --help does without
-
-    ctypes.CDLL(None).prctl(option, value)
 
 
 def process_stat(pid: int) -> list[str]:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from ddp_manual import errors
 from ddp_manual.worker import private_torch, process_group
-from ddp_manual.worker.collective_errors import first_line, is_broken_collective
-from ddp_manual.worker.main import as_ours
+from ddp_manual.worker.explain_errors import as_ours, first_line, is_broken_collective
 
 SYSTEM = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. "
 REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."

@@ -1,7 +1,8 @@
-"""What torch's errors about collectives mean: which rank or setting is to blame, and what to do."""
+"""What the exception means that ends a rank: which rank or setting is to blame, and what to do."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
+from ddp_manual.environment import machine
 from ddp_manual.errors import (
     BackendUnavailable,
     DdpManualError,
@@ -21,10 +24,16 @@ from ddp_manual.errors import (
     PeerLost,
     PeerStalled,
     PeerUnreachable,
+    StopSignal,
     TrainingFailed,
+    stopped_by,
     traceback_of,
 )
 from ddp_manual.worker.shared_memory import SHARED_MEMORY
+from ddp_manual.worker.whereabouts import own_traceback
+
+# What torch.save raises on a full disk.
+_TORCH_CANNOT_WRITE = re.compile(r"inline_container\.cc.*(unexpected pos|file write failed)", re.DOTALL)
 
 _NO_GPU = "ProcessGroupNCCL .*no GPUs found|nccl2 requires at least one CUDA device"
 # Messages of NCCL, and those of gloo that another rank may have caused; gloo's others are about mistakes in the call.
@@ -51,6 +60,7 @@ class Cause(NamedTuple):
 
 
 _LOOK_FOR_THE_DEAD = "look for the rank whose process has ended (killed, out of memory?), then start all ranks again"
+_USE_LESS_GPU_MEMORY = "choose a smaller --batch_size, or end what else uses that GPU: nvidia-smi"
 _NCCL_DEBUG = "start all ranks with NCCL_DEBUG=INFO to see what it tried"
 _TRY_ANOTHER_PATH = (
     "open all TCP ports between the hosts\nwith NCCL try NCCL_P2P_DISABLE=1 between GPUs of one host, and between "
@@ -83,7 +93,7 @@ _CAUSES = (
         r"out of memory|Failed to CUDA [mc]alloc",
         OutOfMemory,
         "ran out of GPU memory",
-        "choose a smaller --batch_size, or end what else uses that GPU: nvidia-smi",
+        _USE_LESS_GPU_MEMORY,
     ),
     Cause(
         r"no (socket|NCCL_SOCKET_IFNAME) interface found|is neither AF_INET|Unable to find (address|interface)",
@@ -136,6 +146,43 @@ _CAUSES = (
     ),
     Cause("", PeerLost, "cannot go on with the other ranks", f"{_LOOK_FOR_THE_DEAD}\nor {_NCCL_DEBUG}", True),
 )
+
+
+def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> DdpManualError:
+    """Turn any exception that ends a rank into one of ours; an exception of the user's code keeps its traceback's end.
+
+    Args:
+        whole: whether the traceback keeps the frames of libraries too.
+    """
+    if isinstance(error, DdpManualError):
+        return error
+    if isinstance(error, (StopSignal, KeyboardInterrupt)):
+        return stopped_by(error, next="start all ranks again")
+    where = f"rank {rank} on {machine.host_name()}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return OutOfMemory(
+            f"{where} ran out of GPU memory",
+            why=first_line(error),
+            next=_USE_LESS_GPU_MEMORY,
+        )
+    if (of_collective := collective_error(error, rank)) is not None:
+        return of_collective
+    opened_twice = isinstance(error, ValueError) and "default process group twice" in text_of(error)
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
+    no_room = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    failed = TrainingFailed(
+        f"{where}: {first_line(error) if code is None else f'the program exited with code {code}'}",
+        why=own_traceback(error, whole=whole),
+        next="leave init_process_group out: the process group is open, and is closed at the end"
+        if opened_twice
+        else "make room where it writes: df -h\nthen start all ranks again"
+        if no_room or _TORCH_CANNOT_WRITE.search(text_of(error))
+        else "fix the code or the data that raised it, then start all ranks again",
+    )
+    if code is not None and code & 0xFF:
+        failed.exit_code = code & 0xFF
+        failed.next = "look at why it exits on this line, then start all ranks again"
+    return failed
 
 
 def is_broken_collective(error: BaseException | None) -> bool:
