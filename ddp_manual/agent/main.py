@@ -41,7 +41,10 @@ from ddp_manual.errors import (
 from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.join_steps import Steps
 from ddp_manual.protocol import states
-from ddp_manual.protocol.agent import SAVE_WITHIN, AgentProtocol, Answered
+from ddp_manual.protocol.agent import AgentProtocol
+from ddp_manual.protocol.agent_shell import Answered
+from ddp_manual.protocol.stop_signals import SAVE_WITHIN
+from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.ranks_and_runs import LastWords, Moment, RankInfo, RunInfo
 from ddp_manual.world_options import WorldSpec
 
@@ -80,12 +83,8 @@ class Agent:
         self._print_error = print_error
         self._start_worker = start_worker
         self._join = Join(spec, task, steps=self.steps, log=log)
-        self.protocol = AgentProtocol(
-            *(spec, self, time.monotonic()),
-            name=task.name,
-            chose_folder=task.chose_folder,
-            in_one_terminal=task.in_one_terminal,
-        )
+        self.rank = ThisRank(spec, self, time.monotonic(), chose_folder=task.chose_folder)
+        self.protocol = AgentProtocol(self.rank, name=task.name, in_one_terminal=task.in_one_terminal)
         self._signal_before = 0
         """A signal that came before the worker was started; 0 if none did."""
         self.worker: Worker
@@ -103,9 +102,9 @@ class Agent:
 
     async def run(self) -> rank_result.Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
-        protocol = self.protocol
-        self._ending = Ending(self.spec.rank, lambda: protocol.enter(states.Ended(was=protocol.state)))
-        protocol.work.started = time.monotonic()
+        rank = self.rank
+        self._ending = Ending(self.spec.rank, lambda: rank.enter(states.Ended(was=rank.state)))
+        rank.work.started = time.monotonic()
         with signal_handlers.handle_in_event_loop(self.take_signal) if self.task.launched is None else nullcontext():
             try:
                 if self.spec.from_variables:
@@ -125,12 +124,12 @@ class Agent:
             self._watch_launcher()
             if self._signal_before:
                 self.take_signal(self._signal_before)
-            if not isinstance(protocol.state, states.Ended):
+            if not isinstance(rank.state, states.Ended):
                 self._ending.in_background(self._join_others())
             self._tick()
             ended = await self._ending.wait()
-            assert isinstance(protocol.state, states.Ended)
-            await self._leave(ended.error, protocol.state.was)
+            assert isinstance(rank.state, states.Ended)
+            await self._leave(ended.error, rank.state.was)
             self.held.close()
             if self.task.launched is None and self.witness is not None:
                 self.witness.close()
@@ -138,10 +137,10 @@ class Agent:
 
     async def _attach(self) -> None:
         """Connect to the worker that was started last."""
-        worker, work = self.worker, self.protocol.work
+        worker, work = self.worker, self.rank.work
 
         def take(message: from_worker.FromWorker) -> None:
-            if work is self.protocol.work:
+            if work is self.rank.work:
                 if isinstance(message, from_worker.Loaded):
                     self.steps += message.steps
                 if isinstance(message, from_worker.Signalled):
@@ -149,7 +148,7 @@ class Agent:
                 self.protocol.take_from_worker(message, time.monotonic())
 
         def gone(*, later: bool = False) -> None:
-            if work is self.protocol.work:
+            if work is self.rank.work:
                 if -(worker.status or 0) in signal_handlers.STOP and not (self.protocol.signals.passed_on or later):
                     # This agent may get the same signal a moment later.
                     asyncio.get_running_loop().call_later(signal_handlers.ONCE_WITHIN, partial(gone, later=True))
@@ -186,19 +185,19 @@ class Agent:
     def have_it_load(self) -> None:
         """Tell the worker what to load; rank 0's worker hosts torch's store at rank 0's address."""
         spec, task, rank_0 = self.spec, self.task, self._join.coordinator
-        here = (sys.path[0], self.protocol.work.started, rank_0.run.address if rank_0 is not None else None)
+        here = (sys.path[0], self.rank.work.started, rank_0.run.address if rank_0 is not None else None)
         self.worker.send(from_agent.Start(spec.values(), dict(spec.sources), *here, task.program, task.restarts))
 
     def take_place(self, placed: messages.Placed) -> None:
         """Tell the worker its place. After a loss, rank 0 writes an entry about it into the run's folder."""
         self._join.complete(nodes=placed.place.nodes)
-        coordinator, run_dir = self._join.coordinator, self.protocol.run_dir
+        coordinator, run_dir = self._join.coordinator, self.rank.run_dir
         record = coordinator.protocol.meeting.record if coordinator is not None else None
         if record is not None and run_dir is not None:
             with suppress(DdpManualError):  # the run goes on even if the entry cannot be written
                 atomic_files.append_json_line(run_folder.RunPaths(Path(run_dir)).losses, record)
         if self.task.name:
-            seconds = f"{time.monotonic() - self.protocol.work.started:.1f} s"
+            seconds = f"{time.monotonic() - self.rank.work.started:.1f} s"
             place, whole_world = placed.place, self.spec.world_size
             who = f"rank {place.rank} of {place.world_size} on {self.info.host}"
             here = (
@@ -206,7 +205,7 @@ class Agent:
             )
             self.log(f"{here} here after {seconds}: starting {self.task.name} as {who}")
         own = self._join.own_address
-        message = from_agent.TakePlace(placed, self.protocol.is_own_folder, own.variables, own.wrong_for_nccl)
+        message = from_agent.TakePlace(placed, self.rank.is_own_folder, own.variables, own.wrong_for_nccl)
         self.worker.send(message)
 
     # -- what ``AgentProtocol`` asks, and has the agent do ---------------------------------------------------------
@@ -252,12 +251,12 @@ class Agent:
             case messages.AskStacks():
                 self._ending.in_background(self._send_stacks())
             case messages.AskRecords():
-                self.protocol.send(self.worker.records.answer(message))
+                self.rank.send(self.worker.records.answer(message))
             case messages.Probe():
                 self._ending.in_background(self._join.probe_hosts(message.hosts, message.key))
 
     async def _send_stacks(self) -> None:
-        self.protocol.send(messages.StacksReply(await self.worker.stack()))
+        self.rank.send(messages.StacksReply(await self.worker.stack()))
 
     def look_around(self, *, waits: bool) -> None:
         if waits:
@@ -301,7 +300,7 @@ class Agent:
         self._ending.in_background(self._search_again(lost_at, self._replacing))
 
     async def _search_again(self, lost_at: float, replacing: asyncio.Task[None]) -> None:
-        run, so_far = self.protocol.run, self.protocol.so_far
+        run, so_far = self.rank.run, self.rank.so_far
         assert run is not None and so_far is not None
         await asyncio.wait([replacing])
         self._join.close({})
@@ -334,7 +333,7 @@ class Agent:
             self._signal_before = number
             return
         self._let_witness_forget()
-        if isinstance(self.protocol.state, states.Ended):  # ``check`` then no longer waits for its worker
+        if isinstance(self.rank.state, states.Ended):  # ``check`` then no longer waits for its worker
             self._hurries = True
         self.protocol.take_signal(number, time.monotonic())
 
@@ -367,7 +366,7 @@ class Agent:
             self.worker.signal(signal.SIGHUP)
         else:
             self.take_signal(signal.SIGHUP)
-        loop.call_later(STOP_WITHIN, self._ending.fail, Stopped(signal.SIGHUP, why=why, next=self.protocol.again))
+        loop.call_later(STOP_WITHIN, self._ending.fail, Stopped(signal.SIGHUP, why=why, next=self.rank.again))
 
     def pass_on(self, number: int) -> None:
         """Send a signal that came to this agent on to the program, unless the sender has sent it to the program too."""
@@ -379,7 +378,7 @@ class Agent:
         asyncio.get_running_loop().call_later(signal_handlers.SENT_TO_ALL_WITHIN, send_on)
 
     def _tick(self) -> None:
-        if not isinstance(self.protocol.state, states.Ended):
+        if not isinstance(self.rank.state, states.Ended):
             asyncio.get_running_loop().call_later(TICK, self._tick)
             orphans.reap()
             self._ending.guarded(self.protocol.tick)(time.monotonic())
@@ -388,9 +387,7 @@ class Agent:
 
     async def _leave(self, error: DdpManualError | None, last: states.State) -> None:
         """Say why this rank ends, then end the worker; give the other ranks time to read why."""
-        is_default = not self.protocol.chose_folder and run_folder.is_default_name(
-            str(self.protocol.run_dir), self.protocol.run_id
-        )
+        is_default = not self.rank.chose_folder and run_folder.is_default_name(str(self.rank.run_dir), self.rank.run_id)
         leaves_no_folder = is_default and not self.protocol.has_trained
         if error is not None:
             await self._say_goodbye(error, last)
@@ -399,14 +396,14 @@ class Agent:
             self._ending.in_background(self._leave_in_order(math.inf))
         if error is not None:
             await self._explain(error, last, in_folder=not leaves_no_folder)
-        own = error is not None and error is self.protocol.work.own_words
+        own = error is not None and error is self.rank.work.own_words
         await self.worker.end(error, own=own)
         if error is None and (left := self.worker.children.ended):
             self.log(f"ended what was left running: {', '.join(left)}")
         await self._let_others_read()
         if error is not None and self.spec.rank == 0 and leaves_no_folder:
-            run_folder.RunPaths(Path(str(self.protocol.run_dir))).remove_start()
-        self._join.close(how_it_ended(error, self.protocol.work.result))
+            run_folder.RunPaths(Path(str(self.rank.run_dir))).remove_start()
+        self._join.close(how_it_ended(error, self.rank.work.result))
         await asyncio.sleep(0)
 
     async def _say_goodbye(self, error: DdpManualError, last: states.State) -> None:
@@ -414,24 +411,20 @@ class Agent:
         if self._join.coordinator is not None and not isinstance(last, states.Left):
             self._join.coordinator.end(error)
         if not isinstance(last, states.Placed):
-            self.protocol.send(messages.Leaves(LastWords.of(error)))
-        elif (
-            not isinstance(error, PeerGone)
-            and self.protocol.work.own_words is None
-            and not isinstance(last, states.Left)
-        ):
-            self.protocol.send(messages.Leaves(LastWords.of(error), at_work=True))
-        failed = self.protocol.work.own_words is not None or self.worker.ended
+            self.rank.send(messages.Leaves(LastWords.of(error)))
+        elif not isinstance(error, PeerGone) and self.rank.work.own_words is None and not isinstance(last, states.Left):
+            self.rank.send(messages.Leaves(LastWords.of(error), at_work=True))
+        failed = self.rank.work.own_words is not None or self.worker.ended
         if self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
             self.protocol.begin()
-            work = self.protocol.work
+            work = self.rank.work
             await wait_until(lambda: work.ready is not None or self._hurries, READY_WITHIN)
 
     async def _explain(self, error: DdpManualError, last: states.State, *, in_folder: bool) -> None:
         """Print the error after the worker's last line; if ``in_folder``, write it into the run's folder too."""
         if isinstance(error, Stopped):
             error.why = error.why or self._orphaned
-        rank_result.add_own_command(error, self.task.go_on, self.protocol.run_dir, self.spec.world_size)
+        rank_result.add_own_command(error, self.task.go_on, self.rank.run_dir, self.spec.world_size)
         if not isinstance(last, states.Placed):
             self._join.fail(error)
         causes = (error.identifier, (error.on_its_rank or ("",))[0])
@@ -443,8 +436,8 @@ class Agent:
                 self.log(f"{self.task.name} is ending: {error.what}")
         await silenced
         never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not isinstance(last, states.Placed)
-        run, run_dir = self.protocol.run, self.protocol.run_dir
-        if run and run_dir and self.protocol.is_own_folder and not never_a_rank and in_folder:
+        run, run_dir = self.rank.run, self.rank.run_dir
+        if run and run_dir and self.rank.is_own_folder and not never_a_rank and in_folder:
             kept = leave_failure(run_dir, self.spec.rank, self.worker.pid, error, run)
             if kept is not None:
                 self.log(f"why this rank ends is in no file: {kept}")

@@ -26,7 +26,7 @@ from ddp_manual.agent.worker_stack import WorkerStack
 from ddp_manual.deadline import wait_until
 from ddp_manual.errors import DdpManualError
 from ddp_manual.memory_cgroup import OomKills
-from ddp_manual.protocol.agent import SAVE_WITHIN
+from ddp_manual.protocol.stop_signals import SAVE_WITHIN
 from ddp_manual.ranks_and_runs import Beat, LastWords
 from ddp_manual.wire import LONGEST_ANSWER, encode_local
 

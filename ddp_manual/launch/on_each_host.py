@@ -43,7 +43,7 @@ from ddp_manual.launch.session_messages import (
 )
 from ddp_manual.launch.this_host import Ranks, prepared
 from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.protocol.agent import SAVE_WITHIN
+from ddp_manual.protocol.stop_signals import SAVE_WITHIN
 from ddp_manual.ranks_and_runs import LastWords
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
 

@@ -37,7 +37,7 @@ from ddp_manual.launch.session_messages import (
 from ddp_manual.launch.ssh_session import NotReady, Remote, Session
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.option_fields import as_flags
-from ddp_manual.protocol.agent import SAVE_WITHIN
+from ddp_manual.protocol.stop_signals import SAVE_WITHIN
 from ddp_manual.secret_arguments import without_secrets
 from ddp_manual.terminal import say, width_of
 from ddp_manual.text_wrapping import whole

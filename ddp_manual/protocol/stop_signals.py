@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddp_manual import from_agent, messages
 from ddp_manual.errors import DdpManualError, Stopped, asked_by
-from ddp_manual.ranks_and_runs import Beat
+from ddp_manual.protocol import states
+from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.signal_handlers import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
-from ddp_manual.world_options import WorldSpec
 
 # Seconds after which Ctrl-C ends a program that stays in a collective, where Python cannot react to it; and after which
 # a line announces that.
@@ -18,6 +19,9 @@ OUT_WITHIN = 5.0
 SAID_AFTER = 1.2
 # Seconds after Ctrl-C: by then the worker, which says every 0.25 s where it is, has said so once more.
 KNOWN_AFTER = 0.6
+# Seconds that a worker has, when the run ends, to finish its checkpoint, or to do what its program does about a signal
+# that has asked it to stop, on this host or another one. torchrun gives as long.
+SAVE_WITHIN = 30.0
 
 
 class Handling(enum.Enum):
@@ -51,18 +55,11 @@ class StopSignals:
     the first Ctrl-C if such a program stays in a collective for OUT_WITHIN seconds.
 
     Args:
-        pass_on: lets the program handle a signal.
-        ask_all: has all ranks stop, or the worker save.
+        in_one_terminal: whether all ranks share one terminal.
     """
 
-    def __init__(
-        self,
-        spec: WorldSpec,
-        log: Callable[[str], None],
-        pass_on: Callable[[int], None],
-        ask_all: Callable[[int], None],
-    ) -> None:
-        self._spec, self._log, self._pass_on, self._ask_all = spec, log, pass_on, ask_all
+    def __init__(self, rank: ThisRank, *, in_one_terminal: bool) -> None:
+        self._rank, self._shell, self._in_one_terminal = rank, rank.shell, in_one_terminal
         self._handling = Handling.LOADING
         self._takes_stops = False
         """Whether any worker of this rank has taken requests to stop with all ranks; its next worker will too."""
@@ -89,19 +86,74 @@ class StopSignals:
         return self._handling in (Handling.WITH_ALL, Handling.DONE)
 
     def worker_handles(self, handling: Handling) -> None:
-        """Note what the worker does about signals from now on."""
+        """Note what the worker does about signals from now on; if all were asked to stop before, ask again."""
         if self.are_taken and handling is Handling.BY_ITSELF:
             self._stop_signal_at = min(self._first_at.values(), default=self._stop_signal_at)
             self._first_at.clear()  # the program has stopped because of these signals
         self._handling = handling
         self._takes_stops |= handling is Handling.WITH_ALL
+        if handling is Handling.WITH_ALL and self.asked:  # all were asked to stop while an earlier worker ran
+            self._ask_all(self.asked)
 
-    def take(self, number: int, seen_by: str, here: int, again: str, now: float, *, restarts: bool) -> Stopped | None:
+    def program_begins(self) -> None:
+        """Note that the program has begun: it gets the signal that has asked for a stop before."""
+        self.worker_handles(Handling.BY_ITSELF)
+        if self.passed_on:
+            self._pass_on(self.passed_on)
+
+    def take(self, number: int, seen_by: str) -> None:
+        """Handle a signal that the agent has received, or that its script reports.
+
+        Args:
+            seen_by: ``agent`` or ``script``. A terminal sends Ctrl-C to both; that counts once.
+        """
+        rank, worker = self._rank, self._shell.worker
+        needs_no_signal = any((worker.ended, worker.has_started_its_agent, self.are_taken))
+        if needs_no_signal and isinstance(rank.state, states.Ended):
+            return
+        if number == signal.SIGINT and worker.beat.debugging:
+            return  # Ctrl-C is for the debugger
+        # If rank 0 stops, the run is over; if any other rank stops, the others wait for it.
+        leads = rank.so_far is not None and rank.number == 0
+        again = rank.again if leads or isinstance(rank.state, states.Placed) else ""
+        restarts = rank.so_far is not None and isinstance(rank.state, states.Waiting)
+        if worker.has_started_its_agent and not self.are_taken:  # the script gets each signal itself
+            if number == signal.SIGTERM:
+                self.passed_on = self.passed_on or number
+                worker.until = rank.now + SAVE_WITHIN if worker.until is None else worker.until
+        elif error := self._handle(number, seen_by, again, rank.now, restarts=restarts):
+            self._end_at_once(error)
+
+    def _end_at_once(self, error: Stopped) -> None:
+        """End this rank, and give its worker no time."""
+        self._shell.worker.until = 0
+        self._shell.fail(error)
+
+    def _ask_all(self, number: int) -> None:
+        """Have all ranks stop after the same step; for SIGUSR1, have the worker save a checkpoint."""
+        rank = self._rank
+        if number == SAVE:
+            if isinstance(rank.state, states.Placed):
+                rank.tell(from_agent.Save())
+        elif isinstance(rank.state, states.Alone):  # nobody else names a step
+            rank.tell(from_agent.AskStep())
+            rank.tell(from_agent.StopAfter(0, number, [rank.number]))
+        else:
+            rank.send(messages.Stopping(number))
+
+    def _pass_on(self, number: int) -> None:
+        """Let the program handle a signal; one that asks it to stop only if nothing has asked it to stop before."""
+        worker = self._shell.worker
+        has_been_asked = worker.until is not None
+        if number != SAVE:
+            worker.until = self._rank.now + SAVE_WITHIN
+        if number == SAVE or not has_been_asked:
+            self._shell.pass_on(number)
+
+    def _handle(self, number: int, seen_by: str, again: str, now: float, *, restarts: bool) -> Stopped | None:
         """Handle a signal; return the error that ends the rank at once, if the signal does.
 
         Args:
-            seen_by: the process that has seen the signal.
-            here: how many ranks are here.
             again: what to do after the run has ended; "" before all ranks have joined.
             restarts: whether all ranks begin anew after a loss, once another worker has loaded torch.
         """
@@ -113,7 +165,7 @@ class StopSignals:
         is_early = self._handling is Handling.LOADING
         will_take_it = restarts and self._takes_stops
         if is_early and not will_take_it:
-            return self._stopped_early(number, here, again)
+            return self._stopped_early(number, again)
         if seen_by == "agent":  # the program may have got the first one before it could say that it takes stops
             first_at = min(self._first_at.values(), default=self._passed_on_at if self.passed_on else now)
         else:
@@ -127,7 +179,7 @@ class StopSignals:
                 what = "this rank is done, and is leaving"
             else:
                 what = "stopping after the next step all ranks agree on"
-            self._log(f"{asked_by(number)}: {what}; a second one ends this rank")
+            self._shell.log(f"{asked_by(number)}: {what}; a second one ends this rank")
             if self._handling is not Handling.DONE:
                 self._ask_all(number)
         # A terminal and a program in between (timeout, an orchestrator) may both pass on the same Ctrl-C.
@@ -142,44 +194,46 @@ class StopSignals:
         saves = self._handling is Handling.WITH_ALL
         if saves and seen_by == "agent":
             self._ask_all(SAVE)
-        self._log(f"SIGUSR1: {'a checkpoint at the next step all ranks agree on' if saves else NOTHING_TO_SAVE}")
+        self._shell.log(f"SIGUSR1: {'a checkpoint at the next step all ranks agree on' if saves else NOTHING_TO_SAVE}")
 
     def _stop_program(self, number: int, again: str, now: float) -> Stopped | None:
         """Let the program handle a signal that asks it to stop; the second one ends the rank."""
         before = self._passed_on_at if self.passed_on else self._stop_signal_at
         if before is None:
             self.passed_on, self._passed_on_at = number, now
-            if number == signal.SIGINT and self._spec.world_size > 1:
+            if number == signal.SIGINT and self._rank.spec.world_size > 1:
                 self._unreached = Unreached()
             self._pass_on(number)
-            self._log(f"{asked_by(number)}: the program gets it; a second one ends this rank")
+            self._shell.log(f"{asked_by(number)}: the program gets it; a second one ends this rank")
         elif now - before > ONCE_WITHIN:
             return Stopped(number, "at once, by a second signal", why="the program had not ended by itself", next=again)
         return None
 
-    def look(self, beat: Beat, now: float) -> str | Stopped | None:
-        """Return the line for all ranks, or the error that ends this rank, if Ctrl-C does not reach the program."""
-        wait = self._unreached
+    def tick(self) -> None:
+        """If Ctrl-C does not reach the program, say so to all ranks, and end this rank OUT_WITHIN seconds after it."""
+        rank, wait, beat = self._rank, self._unreached, self._shell.worker.beat
         if wait is None:
-            return None
-        waited, begun = now - self._passed_on_at, (beat.operations, beat.collectives)
+            return
+        waited, begun = rank.now - self._passed_on_at, (beat.operations, beat.collectives)
         if wait.begun is None and waited >= KNOWN_AFTER:
             wait.begun = begun
         if waited < SAID_AFTER:
-            return None
+            return
         if not beat.inside or begun != wait.begun:
             self._unreached = None  # Python has reacted, in the way that the program chose
-            return None
+            return
         where = f"in a collective, on {beat.place or 'no line of Python'}"
         if waited >= OUT_WITHIN:
             why = f"the program was {where}, and Python does not react to Ctrl-C there"
-            return Stopped(signal.SIGINT, f"after {OUT_WITHIN:.0f} s", why=why)
-        if not wait.is_said:
+            self._end_at_once(Stopped(signal.SIGINT, f"after {OUT_WITHIN:.0f} s", why=why, next=rank.again))
+        elif not wait.is_said:
             wait.is_said = True
-            return f"Ctrl-C cannot reach the program, which is {where}; it is ended in {OUT_WITHIN - waited:.0f} s"
-        return None
+            line = f"Ctrl-C cannot reach the program, which is {where}; it is ended in {OUT_WITHIN - waited:.0f} s"
+            self._shell.log(line)
+            if rank.run is not None and not self._in_one_terminal:  # in one terminal the line of each rank is seen
+                rank.send(messages.Tell(line))
 
-    def stopped_by(self, exit_code: int | None, again: str, because_of: DdpManualError | None = None) -> Stopped | None:
+    def stopped_by(self, exit_code: int | None, because_of: DdpManualError | None = None) -> Stopped | None:
         """Return the error for a program that ended with this exit code after a signal; None if it has got no signal.
 
         Args:
@@ -191,22 +245,22 @@ class StopSignals:
         ended = "did not end within its time" if exit_code is None else f"ended with exit code {exit_code}"
         why = [f"the program has it, and {ended}"] if exit_code != 128 + self.passed_on else []
         why += [because_of.what, because_of.why] if because_of is not None else []
-        return Stopped(self.passed_on, why="\n".join(why), next=again)
+        return Stopped(self.passed_on, why="\n".join(why), next=self._rank.again)
 
     def _stopped_at_once(self, number: int, again: str) -> Stopped:
         if self._handling is not Handling.DONE:
             why = "the ranks had not yet agreed on a step to stop after: what was trained since the last save is lost"
-        elif self._spec.rank == 0:
+        elif self._rank.number == 0:
             why = "rank 0 left early; ranks that were still working lost their store"
         else:
             why = "this rank had done its part, and was leaving"
         return Stopped(number, "at once, by a second signal", why=why, next=again)
 
-    def _stopped_early(self, number: int, here: int, again: str) -> Stopped:
-        if self._spec.world_size == 1:
+    def _stopped_early(self, number: int, again: str) -> Stopped:
+        if self._rank.spec.world_size == 1:
             return Stopped(number)
-        if not again and here == 1:
+        if not again and self._shell.here == 1:
             return Stopped(number, "while it waited for the other ranks")
-        if self._spec.rank == 0:
+        if self._rank.number == 0:
             again = again or "start all ranks again: the others leave too"
         return Stopped(number, next=again or "start this rank again: the others wait for it")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ddp_manual import signal_handlers
 from ddp_manual.errors import TrainingFailed
 from ddp_manual.protocol import states
-from ddp_manual.protocol.agent import AgentProtocol
+from ddp_manual.protocol.this_rank import ThisRank
 from tests.simulation.network import EMPTY
 from tests.simulation.people import PORT
 from tests.simulation.plan import FOR_EVER, STATES, THAT, Fault
@@ -49,15 +49,15 @@ class Faults:
     def _is_at(self, rank: Rank, fault: Fault) -> bool:
         """Return whether this is the rank that a fault waits for, in the state that the fault waits for."""
         is_that_rank = rank.number == fault.of and rank.belongs and rank.runs and rank.agent is not None
-        return is_that_rank and type(rank.agent.protocol.state).__name__ == STATES.get(fault.after)
+        return is_that_rank and type(rank.agent.rank.state).__name__ == STATES.get(fault.after)
 
-    def comes_to_another_state(self, agent: AgentProtocol) -> None:
-        """Let the faults strike that wait for the new state of this agent."""
-        rank = next((rank for rank in self._run.ranks if rank.agent is not None and rank.agent.protocol is agent), None)
+    def comes_to_another_state(self, own: ThisRank) -> None:
+        """Let the faults strike that wait for the new state of this agent's rank."""
+        rank = next((rank for rank in self._run.ranks if rank.agent is not None and rank.agent.rank is own), None)
         if rank is None:
             return  # this agent is still being made
         self._run.moments.hears(rank)
-        if isinstance(agent.state, states.Looking):
+        if isinstance(own.state, states.Looking):
             self._run.have_given_up.add(rank.number)
         for number in [*self._awaited]:
             fault = self._run.plan.faults[number]
@@ -215,8 +215,8 @@ class Faults:
     def _take_signal(self, rank: Rank, number: int = signal.SIGINT) -> None:
         if rank.runs and rank.agent is not None and hasattr(rank.agent, "_ending"):
             again = bool(rank.signals) and self._run.loop.now - rank.signals[0][0] > signal_handlers.ONCE_WITHIN
-            protocol = rank.agent.protocol
-            rank.insists |= again and isinstance(protocol.state, states.Working) and protocol.signals.has_begun
+            has_begun = rank.agent.protocol.signals.has_begun
+            rank.insists |= again and isinstance(rank.agent.rank.state, states.Working) and has_begun
             rank.signals.append((self._run.loop.now, max(self._run.line, default=0)))
             rank.agent.take_signal(number)
 

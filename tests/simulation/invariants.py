@@ -150,7 +150,7 @@ def check_time(run: Run, struck: float, fault: Fault) -> None:
 
 def check_what_is_held(run: Run, rank: Rank) -> None:
     """Check that a rank which looks for rank 0 keeps what it holds, whatever becomes of its idle worker."""
-    state = rank.agent.protocol.state if rank.agent is not None else None
+    state = rank.agent.rank.state if rank.agent is not None else None
     looked = isinstance(state, states.Ended) and isinstance(state.was, states.Looking)
     if looked and rank.errors and rank.errors[0].identifier in (PeerLost.identifier, TrainingFailed.identifier):
         run.break_invariant(7, f"{rank.who} looked for rank 0, and gives up: {rank.errors[0].what}")

@@ -15,11 +15,12 @@ from unittest import mock
 
 from ddp_manual.messages import OfWorker
 from ddp_manual.protocol import states
-from ddp_manual.protocol.agent import LEAVE_TIMEOUT, AgentProtocol
+from ddp_manual.protocol.agent import LEAVE_TIMEOUT
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.heartbeat_times import silent_after
 from ddp_manual.protocol.loss_policy import SURVIVORS_WITHIN
+from ddp_manual.protocol.this_rank import ThisRank
 from tests.simulation.plan import OF_LINKS, SILENT
 from tests.simulation.virtual_time import EPOCH
 from tests.simulation.worker import AT_WORK, LEFT, Program, SimulatedWorker
@@ -227,14 +228,14 @@ class Moments:
             # A rank that ends tells all others, and its new process may be lost too.
             and not (rank.errors or not rank.runs or rank.leaves)
             and rank.agent is not None
-            and (state := type(rank.agent.protocol.state)) in (states.Looking, states.Working)
+            and (state := type(rank.agent.rank.state)) in (states.Looking, states.Working)
             and not (state is states.Working and self._has_been_with(zero, rank))  # it was back, and lost again
         }
 
     @staticmethod
     def _has_been_with(zero: Rank, rank: Rank) -> bool:
         """Return whether this rank 0 has admitted a rank."""
-        run = rank.agent.protocol.run if rank.agent is not None else None
+        run = rank.agent.rank.run if rank.agent is not None else None
         return run is not None and run.since >= EPOCH + zero.typed
 
     def _counts(self, rank: Rank) -> bool:
@@ -258,14 +259,14 @@ def decided(coordinator: CoordinatorProtocol) -> tuple[Any, ...]:
 
 def believed(agent: Any) -> tuple[Any, ...]:
     """Return what an agent has taken from its worker."""
-    protocol, work = agent.protocol, agent.protocol.work
-    return work.own_words, work.result, work.ready, protocol.signals.has_begun, type(protocol.state)
+    work, has_begun = agent.rank.work, agent.protocol.signals.has_begun
+    return work.own_words, work.result, work.ready, has_begun, type(agent.rank.state)
 
 
 @contextmanager
 def watched(run: Run) -> Iterator[None]:
     """Check that messages of old workers, and messages without the token, change nothing."""
-    take, hear, enter = CoordinatorProtocol.take, SimulatedWorker.hear, AgentProtocol.enter
+    take, hear, enter = CoordinatorProtocol.take, SimulatedWorker.hear, ThisRank.enter
     works: dict[SimulatedWorker, Any] = {}
     """Worker -> the record of its work that its agent had when the worker was first heard."""
 
@@ -290,16 +291,16 @@ def watched(run: Run) -> Iterator[None]:
 
     def hear_watched(worker: SimulatedWorker, message: Any) -> None:
         agent = worker._program.rank.agent
-        work = agent.protocol.work if agent is not None and not worker.closed else None
+        work = agent.rank.work if agent is not None and not worker.closed else None
         if work is not works.setdefault(worker, work):
             what = f"what an old worker of {worker._program.rank.who} says"
             unchanged(14, what, lambda: believed(agent), lambda: hear(worker, message))
         else:
             hear(worker, message)
 
-    def enter_watched(agent: AgentProtocol, state: states.State) -> None:
-        enter(agent, state)
-        run.faults.comes_to_another_state(agent)
+    def enter_watched(own: ThisRank, state: states.State) -> None:
+        enter(own, state)
+        run.faults.comes_to_another_state(own)
 
     def _sender(peer: Peer) -> Rank | None:
         transport: Any = peer.connection._transport
@@ -309,5 +310,5 @@ def watched(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(CoordinatorProtocol, "take", take_watched))
         stack.enter_context(mock.patch.object(SimulatedWorker, "hear", hear_watched))
-        stack.enter_context(mock.patch.object(AgentProtocol, "enter", enter_watched))
+        stack.enter_context(mock.patch.object(ThisRank, "enter", enter_watched))
         yield

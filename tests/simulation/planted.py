@@ -87,29 +87,29 @@ FAULTS = (
         "            pass\n        except",
     ),
     Planted(
-        "rank 0's silence is no loss", "if now - self._heard > silent_after(self.run) and passed < 1:", "if False:"
+        "rank 0's silence is no loss", "if now - self._heard > silent_after(rank.run) and passed < 1:", "if False:"
     ),
     Planted(
         "give up with what is held",
-        "if not isinstance(self.state, states.Placed) and self.so_far is None:",
-        "if not isinstance(self.state, states.Placed):",
+        "if not isinstance(self._rank.state, states.Placed) and self._rank.so_far is None:",
+        "if not isinstance(self._rank.state, states.Placed):",
     ),
     Planted(
         "lines after the last error",
-        "case _ if isinstance(self.state, states.Ended):\n                pass  # this rank has told",
+        "case _ if isinstance(rank.state, states.Ended):\n                pass  # this rank has told",
         "case _ if False:\n                pass  # this rank has told",
     ),
     Planted(
         "a rank that is done looks for rank 0",
-        "if isinstance(self.state, states.Closing):  # its work is done, and it needs nobody any more\n"
-        "            self.enter(states.Alone())\n"
-        "        if not isinstance(self.state, (states.Waiting, states.Working))",
-        "if not isinstance(self.state, (states.Waiting, states.Working, states.Closing))",
+        "if isinstance(rank.state, states.Closing):  # its work is done, and it needs nobody any more\n"
+        "            rank.enter(states.Alone())\n"
+        "        if not isinstance(rank.state, (states.Waiting, states.Working))",
+        "if not isinstance(rank.state, (states.Waiting, states.Working, states.Closing))",
     ),
     Planted(
         "looking ends with the idle worker",
-        "        if isinstance(self.state, (states.Looking, states.Ended)):\n            return  # Looking: another",
-        "        if isinstance(self.state, states.Ended):\n            return  # Looking: another",
+        "        if isinstance(rank.state, (states.Looking, states.Ended)):\n            return  # Looking: another",
+        "        if isinstance(rank.state, states.Ended):\n            return  # Looking: another",
     ),
     Planted(
         "the first Ctrl-C ends the rank",
@@ -162,7 +162,7 @@ FAULTS = (
     ),
     Planted(
         "an old worker is heard",
-        "if work is self.protocol.work:\n                if isinstance(message",
+        "if work is self.rank.work:\n                if isinstance(message",
         "if True:\n                if isinstance(message",
     ),
     Planted(

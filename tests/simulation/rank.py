@@ -72,4 +72,4 @@ class Rank:
     @property
     def leaves(self) -> bool:
         """Whether its agent has its result or its error."""
-        return self.agent is not None and isinstance(self.agent.protocol.state, states.Ended)
+        return self.agent is not None and isinstance(self.agent.rank.state, states.Ended)

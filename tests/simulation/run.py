@@ -142,7 +142,7 @@ class Run:
         rank = program.rank
         others = [other for other in self.ranks if other is not rank and other.belongs]
         is_last = all(other.ended is not None for other in others) and self.network.all_has_come
-        goes_on = rank.agent is not None and not isinstance(rank.agent.protocol.state, states.Ended)
+        goes_on = rank.agent is not None and not isinstance(rank.agent.rank.state, states.Ended)
         frozen = {fault.rank for _, fault in self.struck if fault.kind.startswith("freeze")} | self.frozen_with_host
         is_known = rank.number not in frozen  # otherwise its time may be up before its agent hears of it
         if program.waits_for_its_agent and len(rank.signals) < 2 and is_known and (goes_on or is_last):

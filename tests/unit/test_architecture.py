@@ -79,10 +79,10 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
-MOST_LINES_OF_AGENT_AND_WORKER = 8603
+MOST_LINES_OF_AGENT_AND_WORKER = 8642
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
-MOST_LINES_OF_TESTS = 21_022
-MOST_LINES_OF_PACKAGE = 28_194
+MOST_LINES_OF_TESTS = 21_028
+MOST_LINES_OF_PACKAGE = 28_302
 
 
 def room(path: Path) -> str:
@@ -211,7 +211,10 @@ def test_package_and_tests_stay_as_small_as_they_are(room: str, most: int) -> No
 
 FLAGS = {
     "agent/main.py": {"self._hurries"},
-    "protocol/agent.py": {"self._has_warned", "self.is_own_folder", "self.has_trained"},
+    "protocol/agent.py": {"self._has_warned", "self.has_trained"},
+    "protocol/this_rank.py": {"self.is_own_folder"},
+    "protocol/why_this_rank_ends.py": set[str](),
+    "protocol/stop_signals.py": {"self._takes_stops"},
     "protocol/coordinator.py": set[str](),
     "protocol/roll_call.py": {"self.changed"},
     "protocol/recovery.py": set[str](),
@@ -238,8 +241,9 @@ def test_no_attribute_is_a_flag_for_a_state(path: str) -> None:
 
 
 def test_the_agent_enters_its_states_at_one_place() -> None:
-    text = (PACKAGE / "protocol" / "agent.py").read_text()
+    text = (PACKAGE / "protocol" / "this_rank.py").read_text()
     assert len(re.findall(r"^ +self\.state = state$", text, re.MULTILINE)) == 1  # a rank that has ended stays ended
+    assert not [path for path in MODULES if "rank.state = " in path.read_text()]
 
 
 def _parts(node: ast.expr) -> list[ast.expr]:

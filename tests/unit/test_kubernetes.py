@@ -21,7 +21,8 @@ from ddp_manual.agent.to_type import rank_command
 from ddp_manual.cli import main as cli
 from ddp_manual.environment import rank_0_of_kubernetes, user_variables
 from ddp_manual.environment.rank_0 import Sourced
-from ddp_manual.protocol.agent import LEAVE_TIMEOUT, SAVE_WITHIN
+from ddp_manual.protocol.agent import LEAVE_TIMEOUT
+from ddp_manual.protocol.stop_signals import SAVE_WITHIN
 from ddp_manual.training.position import SYNC_EVERY
 from ddp_manual.worker.process_group import CLOSE_WITHIN
 from tests.conftest import REPOSITORY

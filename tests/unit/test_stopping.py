@@ -14,6 +14,7 @@ from ddp_manual.from_worker import FromWorker, StepsDone
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
 from ddp_manual.protocol.stop_step import StopStep
+from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.worker.steps_done import Stops
 from ddp_manual.world_options import WorldSpec
 from tests.alone import alone
@@ -84,10 +85,9 @@ def test_a_program_that_has_left_gets_its_signals_again() -> None:
 
 def test_a_rank_that_rank_0_has_left_alone_stops_after_its_own_next_step() -> None:
     shell = mock.MagicMock()
-    agent = AgentProtocol(
-        WorldSpec(world_size=2, rank=1), shell, 0.0, name="train.py", chose_folder=True, in_one_terminal=False
-    )
-    agent.enter(states.Alone())
+    rank = ThisRank(WorldSpec(world_size=2, rank=1), shell, 0.0, chose_folder=True)
+    rank.enter(states.Alone())
+    agent = AgentProtocol(rank, name="train.py", in_one_terminal=False)
     agent.take_from_worker(from_worker.TakesStops(), 4.0)
     agent.take_signal(signal.SIGTERM, 6.0)
     asked = [from_agent.AskStep(), from_agent.StopAfter(0, signal.SIGTERM, [1])]
