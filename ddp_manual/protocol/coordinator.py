@@ -20,10 +20,12 @@ from ddp_manual.errors import DdpManualError, MasterLost, PeerLost, Stopped, tra
 from ddp_manual.on_rank_loss import LEAVE, WAIT
 from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.compatibility import mismatch
+from ddp_manual.protocol.end_or_begin_anew import BROKEN, OWN_CODE, SILENT, Loss
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
-from ddp_manual.protocol.lost_or_to_blame import BROKEN, OWN_CODE, SILENT, STACKS, Loss, Watch
+from ddp_manual.protocol.inquiries import STACKS
+from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, unreachable
 from ddp_manual.protocol.recovery import Recovery
@@ -103,7 +105,7 @@ class CoordinatorProtocol:
     @property
     def failure(self) -> Verdict | None:
         """What ends the run."""
-        return self._watch.failure
+        return self._watch.end_of_work.failure
 
     @property
     def others_still_here(self) -> list[int]:
@@ -374,7 +376,7 @@ class CoordinatorProtocol:
         here = self.roll_call.have_worked
         restarted = [rank for rank in self.recovery.lost if rank in here]
         if (refusal := self.recovery.refusal(restarted, here)) is not None:
-            self._watch.end_the_run(refusal)
+            self._watch.end_of_work.end_the_run(refusal)
         elif (line := self.recovery.kept(self.run, here, self.roll_call.missing, self.roll_call.left_out)) is not None:
             self._watch.send_to_all(messages.Line(line))
 
@@ -383,7 +385,7 @@ class CoordinatorProtocol:
         if self.failure is not None:
             return
         about = next(iter(self.roll_call.infos()), self.roll_call.rank_0)
-        self._watch.failure = verdicts.verdict_about(about, LastWords.of(error))
+        self._watch.end_of_work.failure = verdicts.verdict_about(about, LastWords.of(error))
         for peer in [*self._peers.values(), *self.handshakes.claims]:
             self.handshakes.refuse(peer, error)
         self.roll_call.end()
@@ -465,7 +467,7 @@ class CoordinatorProtocol:
         if gone_on is not None:
             line, self.record = gone_on
             self._watch.send_to_all(messages.Line(line))
-            self._watch.newcomers = newcomers
+            self._watch.end_of_work.newcomers = newcomers
         _, source = self.recovery.newest(places)
         self._watch.health.restart(now)
         for rank, member in self.roll_call.members.items():  # a rank that is silent gets no second time-out
@@ -559,7 +561,7 @@ class CoordinatorProtocol:
                 self.recovery.take_held(rank, message.moment, message.steps_done)
                 self._hear_held()
             case messages.Finished():
-                self._watch.finish(rank, now)
+                self._watch.end_of_work.finish(rank, now)
             case messages.Failed():
                 self._take_failure(peer, rank, message)
             case messages.LostRank0(words):  # this rank 0 was stopped for long, and runs again
@@ -620,7 +622,7 @@ class CoordinatorProtocol:
         else:  # it has done its work, while the others were to begin anew with it
             lost = next(iter(self.recovery.lost.values()))
             left = f"rank {rank} had done its work and has left, so the others cannot begin anew with it"
-            self._watch.end_the_run(replace(lost, why=f"{lost.why}\n{left}", next=self.run.start_again))
+            self._watch.end_of_work.end_the_run(replace(lost, why=f"{lost.why}\n{left}", next=self.run.start_again))
 
     def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
         """Handle the end of a worker: ``failed`` has its own last words, or what its agent says about it."""
@@ -659,7 +661,7 @@ class CoordinatorProtocol:
             why=traceback_of(error),
             next=f"{self.run.start_again}\nthis is a mistake in ddp_manual and worth reporting",
         )
-        self._watch.end_the_run(verdicts.verdict_about(self.roll_call.rank_0, LastWords.of(broke)))
+        self._watch.end_of_work.end_the_run(verdicts.verdict_about(self.roll_call.rank_0, LastWords.of(broke)))
 
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now

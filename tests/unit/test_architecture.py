@@ -78,10 +78,10 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
-MOST_LINES_OF_AGENT_AND_WORKER = 8590
+MOST_LINES_OF_AGENT_AND_WORKER = 8633
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
-MOST_LINES_OF_TESTS = 21_022
-MOST_LINES_OF_PACKAGE = 28_184
+MOST_LINES_OF_TESTS = 21_026
+MOST_LINES_OF_PACKAGE = 28_273
 
 
 def room(path: Path) -> str:
@@ -215,6 +215,8 @@ FLAGS = {
     "protocol/roll_call.py": {"self.changed"},
     "protocol/recovery.py": set[str](),
     "protocol/lost_or_to_blame.py": set[str](),
+    "protocol/end_or_begin_anew.py": set[str](),
+    "protocol/search_for_mismatch.py": set[str](),
 }
 
 
