@@ -78,10 +78,10 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
-MOST_LINES_OF_AGENT_AND_WORKER = 8633
+MOST_LINES_OF_AGENT_AND_WORKER = 8663
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
-MOST_LINES_OF_TESTS = 21_026
-MOST_LINES_OF_PACKAGE = 28_273
+MOST_LINES_OF_TESTS = 21_027
+MOST_LINES_OF_PACKAGE = 28_338
 
 
 def room(path: Path) -> str:
@@ -209,7 +209,8 @@ def test_package_and_tests_stay_as_small_as_they_are(room: str, most: int) -> No
 
 
 FLAGS = {
-    "agent/main.py": {"self._hurries"},
+    "agent/leave.py": {"self.hurries"},
+    "agent/main.py": set[str](),
     "protocol/agent.py": {"self._has_warned", "self.is_own_folder", "self.has_trained"},
     "protocol/coordinator.py": set[str](),
     "protocol/roll_call.py": {"self.changed"},
