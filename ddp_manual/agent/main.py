@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
-import os
 import signal
 import sys
 import time
@@ -22,41 +20,28 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ddp_manual import atomic_files, from_agent, from_worker, messages, orphans, run_folder, signal_handlers
-from ddp_manual.agent import rank_result
 from ddp_manual.agent.coordinator import stopped_agent
 from ddp_manual.agent.join import Join
+from ddp_manual.agent.launcher_gone import watch_launcher
+from ddp_manual.agent.leave import Leave
 from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.agent.open_files import raise_descriptor_limit
-from ddp_manual.agent.rank_result import Ending, how_it_ended, leave_failure
+from ddp_manual.agent.rank_result import Ended, Ending
 from ddp_manual.agent.what_to_run import Task
-from ddp_manual.agent.worker_process import TERM_GRACE, Worker
-from ddp_manual.deadline import wait_until
-from ddp_manual.errors import (
-    DdpManualError,
-    PeerGone,
-    RanksDoNotBelongTogether,
-    RankTaken,
-    Stopped,
-)
+from ddp_manual.agent.worker_process import Worker
+from ddp_manual.errors import DdpManualError, Stopped
 from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.join_steps import Steps
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
 from ddp_manual.protocol.agent_shell import Answered
-from ddp_manual.protocol.stop_signals import SAVE_WITHIN
 from ddp_manual.protocol.this_rank import ThisRank
-from ddp_manual.ranks_and_runs import LastWords, Moment, RankInfo, RunInfo
+from ddp_manual.ranks_and_runs import Moment, RankInfo, RunInfo
 from ddp_manual.world_options import WorldSpec
 
 TICK = 0.25
-# Seconds that the other ranks have to read what was sent to them last.
-LAST_WORD_WITHIN = 1.5
 # Seconds that the ranks have to stop in order once their launcher is gone.
 STOP_WITHIN = 3.0
-# Seconds after which a line says that a program is still ending.
-ENDING_SAID_AFTER = 3.0
-# Seconds that ``check`` gives a worker to load torch after its rank has failed, such as because ranks are missing.
-READY_WITHIN = 20.0
 
 
 class Agent:
@@ -93,17 +78,14 @@ class Agent:
         self._forgetting: asyncio.TimerHandle | None = None
         self.held = HeldMemory.create()
         """The memory with the state of the training, which outlives the worker."""
-        self._orphaned = ""
         self._replacing: asyncio.Task[None] | None = None
         """Ends the worker, and starts another one."""
-        self._leaving: asyncio.Task[None] | None = None
-        self._hurries = False
-        """Whether a signal has come while this rank leaves."""
 
-    async def run(self) -> rank_result.Ended:
+    async def run(self) -> Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
         rank = self.rank
         self._ending = Ending(self.spec.rank, lambda: rank.enter(states.Ended(was=rank.state)))
+        self._leave = Leave(self.task, rank, self.protocol, self._ending, self.log, self._print_error)
         rank.work.started = time.monotonic()
         with signal_handlers.handle_in_event_loop(self.take_signal) if self.task.launched is None else nullcontext():
             try:
@@ -121,15 +103,16 @@ class Agent:
                 self._print_error(ended.error)
                 return ended
             await self._attach()
-            self._watch_launcher()
+            watch_launcher(self.spec, self._launcher_gone)
             if self._signal_before:
                 self.take_signal(self._signal_before)
             if not isinstance(rank.state, states.Ended):
                 self._ending.in_background(self._join_others())
             self._tick()
             ended = await self._ending.wait()
-            assert isinstance(rank.state, states.Ended)
-            await self._leave(ended.error, rank.state.was)
+            if ended.error is not None:
+                await self._leave.say_goodbye(ended.error, self._join, self.worker)
+            await self._leave.end(ended.error, self._join, self.worker)
             self.held.close()
             if self.task.launched is None and self.witness is not None:
                 self.witness.close()
@@ -311,19 +294,10 @@ class Agent:
         await self._join_others()
 
     def leave_in_order(self, within: float) -> None:
-        self._leaving = self._ending.in_background(self._leave_in_order(within))
-
-    async def _leave_in_order(self, within: float) -> None:
-        """On rank 0, wait for the other ranks' goodbyes: it leaves last, because its worker has torch's store."""
-        coordinator = self._join.coordinator
-        if coordinator is not None:
-            await coordinator.wait_for_goodbyes(self.log, within)
-            coordinator.end()
-        self.protocol.others_have_left()
+        self._leave.in_order(self._join, within)
 
     def stop_leaving(self) -> None:
-        if self._leaving is not None:
-            self._leaving.cancel()
+        self._leave.stop()
 
     # -- signals and the clock ----------------------------------------------------------------------------------------
 
@@ -334,7 +308,7 @@ class Agent:
             return
         self._let_witness_forget()
         if isinstance(self.rank.state, states.Ended):  # ``check`` then no longer waits for its worker
-            self._hurries = True
+            self._leave.hurries = True
         self.protocol.take_signal(number, time.monotonic())
 
     def give_up(self, error: DdpManualError) -> None:
@@ -349,24 +323,16 @@ class Agent:
             within = signal_handlers.ONCE_WITHIN + signal_handlers.SENT_TO_ALL_WITHIN
             self._forgetting = asyncio.get_running_loop().call_later(within, self.witness.forget)
 
-    def _watch_launcher(self) -> None:
-        """Stop this rank when its launcher is gone: an mpirun that is killed leaves the ranks of its host running."""
-        if pid := self.spec.launcher_pid:
-            with suppress(AttributeError, OSError):  # an old system, forbidden in a container, or the launcher is gone
-                pidfd = os.pidfd_open(pid)
-                asyncio.get_running_loop().add_reader(pidfd, self._launcher_gone, pid, pidfd)
-
-    def _launcher_gone(self, pid: int, pidfd: int) -> None:
+    def _launcher_gone(self, why: str) -> None:
         """Stop this rank as SIGHUP does; end it at once if it has not stopped within STOP_WITHIN seconds."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(pidfd)
-        self._orphaned = why = f"{self.spec.started_by} (pid {pid}), which started this rank, is gone"
+        self._leave.orphaned = why
         self.log(why)
         if self.worker.has_started_its_agent:
             self.worker.signal(signal.SIGHUP)
         else:
             self.take_signal(signal.SIGHUP)
-        loop.call_later(STOP_WITHIN, self._ending.fail, Stopped(signal.SIGHUP, why=why, next=self.rank.again))
+        stopped = Stopped(signal.SIGHUP, why=why, next=self.rank.again)
+        asyncio.get_running_loop().call_later(STOP_WITHIN, self._ending.fail, stopped)
 
     def pass_on(self, number: int) -> None:
         """Send a signal that came to this agent on to the program, unless the sender has sent it to the program too."""
@@ -382,72 +348,3 @@ class Agent:
             asyncio.get_running_loop().call_later(TICK, self._tick)
             orphans.reap()
             self._ending.guarded(self.protocol.tick)(time.monotonic())
-
-    # -- the end ------------------------------------------------------------------------------------------------------
-
-    async def _leave(self, error: DdpManualError | None, last: states.State) -> None:
-        """Say why this rank ends, then end the worker; give the other ranks time to read why."""
-        is_default = not self.rank.chose_folder and run_folder.is_default_name(str(self.rank.run_dir), self.rank.run_id)
-        leaves_no_folder = is_default and not self.protocol.has_trained
-        if error is not None:
-            await self._say_goodbye(error, last)
-        self._ending.cancel_background()
-        if isinstance(last, states.Leaving):  # the worker waits for Over before it ends
-            self._ending.in_background(self._leave_in_order(math.inf))
-        if error is not None:
-            await self._explain(error, last, in_folder=not leaves_no_folder)
-        own = error is not None and error is self.rank.work.own_words
-        await self.worker.end(error, own=own)
-        if error is None and (left := self.worker.children.ended):
-            self.log(f"ended what was left running: {', '.join(left)}")
-        await self._let_others_read()
-        if error is not None and self.spec.rank == 0 and leaves_no_folder:
-            run_folder.RunPaths(Path(str(self.rank.run_dir))).remove_start()
-        self._join.close(how_it_ended(error, self.rank.work.result))
-        await asyncio.sleep(0)
-
-    async def _say_goodbye(self, error: DdpManualError, last: states.State) -> None:
-        """Tell the other ranks why this rank ends, unless they know; in ``check``, wait until the worker is ready."""
-        if self._join.coordinator is not None and not isinstance(last, states.Left):
-            self._join.coordinator.end(error)
-        if not isinstance(last, states.Placed):
-            self.rank.send(messages.Leaves(LastWords.of(error)))
-        elif not isinstance(error, PeerGone) and self.rank.work.own_words is None and not isinstance(last, states.Left):
-            self.rank.send(messages.Leaves(LastWords.of(error), at_work=True))
-        failed = self.rank.work.own_words is not None or self.worker.ended
-        if self.task.wait_until_ready and not failed and not isinstance(error, Stopped):
-            self.protocol.begin()
-            work = self.rank.work
-            await wait_until(lambda: work.ready is not None or self._hurries, READY_WITHIN)
-
-    async def _explain(self, error: DdpManualError, last: states.State, *, in_folder: bool) -> None:
-        """Print the error after the worker's last line; if ``in_folder``, write it into the run's folder too."""
-        if isinstance(error, Stopped):
-            error.why = error.why or self._orphaned
-        rank_result.add_own_command(error, self.task.go_on, self.rank.run_dir, self.spec.world_size)
-        if not isinstance(last, states.Placed):
-            self._join.fail(error)
-        causes = (error.identifier, (error.on_its_rank or ("",))[0])
-        stops = Stopped.identifier in causes
-        silenced = asyncio.ensure_future(self.worker.silence(grace=SAVE_WITHIN if stops else TERM_GRACE))
-        if self.task.name and self.protocol.signals.has_begun:
-            await asyncio.wait([silenced], timeout=ENDING_SAID_AFTER)
-            if not silenced.done():
-                self.log(f"{self.task.name} is ending: {error.what}")
-        await silenced
-        never_a_rank = isinstance(error, (RankTaken, RanksDoNotBelongTogether)) and not isinstance(last, states.Placed)
-        run, run_dir = self.rank.run, self.rank.run_dir
-        if run and run_dir and self.rank.is_own_folder and not never_a_rank and in_folder:
-            kept = leave_failure(run_dir, self.spec.rank, self.worker.pid, error, run)
-            if kept is not None:
-                self.log(f"why this rank ends is in no file: {kept}")
-        self._ending.cancel_background()  # it might print something after the error
-        self._print_error(error)
-
-    async def _let_others_read(self) -> None:
-        """Wait until the other ranks have read what this rank has sent last, LAST_WORD_WITHIN seconds at most."""
-        coordinator, connection = self._join.coordinator, self._join.connection
-        await wait_until(
-            lambda: not (coordinator and coordinator.is_being_read) and not (connection and connection.unsent),
-            LAST_WORD_WITHIN,
-        )

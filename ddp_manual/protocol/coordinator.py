@@ -20,8 +20,9 @@ from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
+from ddp_manual.protocol.inquiries import STACKS
 from ddp_manual.protocol.loss_policy import LossPolicy
-from ddp_manual.protocol.lost_or_to_blame import STACKS, Watch
+from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.meeting import RUN_IS_OVER, Meeting
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.roll_call import RollCall
@@ -87,7 +88,7 @@ class CoordinatorProtocol:
     @property
     def failure(self) -> Verdict | None:
         """What ends the run."""
-        return self._watch.failure
+        return self._watch.end_of_work.failure
 
     @property
     def others_still_here(self) -> list[int]:
@@ -206,7 +207,7 @@ class CoordinatorProtocol:
                 self._policy.take_held(rank, message.moment, message.steps_done)
                 self.recovery.hear_held()
             case messages.Finished():
-                self._watch.finish(rank, now)
+                self._watch.end_of_work.finish(rank, now)
             case messages.Failed():
                 self._take_failure(peer, rank, message)
             case messages.LostRank0(words):  # this rank 0 was stopped for long, and runs again
@@ -263,7 +264,7 @@ class CoordinatorProtocol:
         else:  # it has done its work, while the others were to begin anew with it
             lost = next(iter(self._policy.lost.values()))
             left = f"rank {rank} had done its work and has left, so the others cannot begin anew with it"
-            self._watch.end_the_run(replace(lost, why=f"{lost.why}\n{left}", next=self.run.start_again))
+            self._watch.end_of_work.end_the_run(replace(lost, why=f"{lost.why}\n{left}", next=self.run.start_again))
 
     def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
         """Handle the end of a worker: ``failed`` has its own last words, or what its agent says about it."""
@@ -302,7 +303,7 @@ class CoordinatorProtocol:
             why=traceback_of(error),
             next=f"{self.run.start_again}\nthis is a mistake in ddp_manual and worth reporting",
         )
-        self._watch.end_the_run(verdicts.verdict_about(self.roll_call.rank_0, LastWords.of(broke)))
+        self._watch.end_of_work.end_the_run(verdicts.verdict_about(self.roll_call.rank_0, LastWords.of(broke)))
 
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now

@@ -9,6 +9,9 @@ from typing import Any
 from ddp_manual import messages
 from ddp_manual.protocol.handshakes import Peer
 
+# The number of each request for stacks; no other request has it.
+STACKS = 0
+
 Then = Callable[[Mapping[int, Any], float], None]
 """Takes the replies by rank, and the time."""
 

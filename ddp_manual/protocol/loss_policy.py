@@ -1,6 +1,6 @@
 """What follows a loss, on rank 0: whether the others wait or go on without a rank, from which state, and what is said.
 
-Whether it ends the run is decided in ``lost_or_to_blame``. Times are seconds of rank 0's monotonic clock.
+Whether it ends the run is decided in ``end_or_begin_anew.py``. Times are seconds of rank 0's monotonic clock.
 """
 
 from __future__ import annotations

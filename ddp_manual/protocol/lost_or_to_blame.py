@@ -1,46 +1,34 @@
 """Rank 0 watches the ranks that have joined: from heartbeats and last words it decides when a rank is lost or to blame.
 
 Nothing here waits: messages, ticks and the time are passed in, and an ``Inquiry`` calls what the replies of agents
-decide. ``verdicts.py`` has most of the words.
+decide. ``end_or_begin_anew.py`` decides what a loss leads to, ``verdicts.py`` has most of the words.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ddp_manual import messages
-from ddp_manual.errors import OutOfMemory, PeerLost, TrainingFailed
-from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.protocol.collective_comparison import Comparison, Look, Seen
+from ddp_manual.errors import PeerLost
+from ddp_manual.protocol.end_or_begin_anew import AWAITED, BROKEN, GONE, OWN_CODE, SILENT, EndOfWork, Loss
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.health import Health
-from ddp_manual.protocol.inquiries import Inquiries, Then
+from ddp_manual.protocol.inquiries import STACKS, Inquiries, Then
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
+from ddp_manual.protocol.search_for_mismatch import DO_CALLS_DIFFER, MismatchSearch
 from ddp_manual.protocol.stalls import Stall
-from ddp_manual.protocol.verdicts import lost_rank, one_per_place, stalled, verdict_about, with_last_collectives
+from ddp_manual.protocol.verdicts import lost_rank, one_per_place, stalled, verdict_about
 from ddp_manual.protocol.watched_rank import began_fewer
-from ddp_manual.ranks_and_runs import Beat, LastWords, RankInfo, Verdict, more_seconds
+from ddp_manual.ranks_and_runs import Beat, LastWords, RankInfo, Verdict
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import encode
 from ddp_manual.wording import as_ranges, in_words
 
-# Errors of a rank's own code that may not occur again in another try.
-MAY_NOT_RECUR = (TrainingFailed.identifier, OutOfMemory.identifier)
 STACKS_WITHIN = 2.0
-# An agent whose worker has failed waits longer than this for a verdict, even if rank 0 has to ask twice.
-RECORDS_WITHIN = 0.8
-# The number of each request for stacks; no other request has it.
-STACKS = 0
-# Seconds from the first rank that has finished until all that have are told to close their process groups: a rank that
-# is stuck in a collective has to see that. Ranks that did the same work have all finished by then; for a slower rank,
-# rank 0 alone waits longer.
-FINISH_TOGETHER = 1.0
 # Seconds from a collective that broke until it is known which rank is to blame.
 BLAME_WITHIN = 1.5
 # Seconds until a line says that ranks wait for others, long before that ends the run.
@@ -52,29 +40,14 @@ PROBES_HOLD = 60.0
 MOST_LINES = 8
 # Seconds that ranks may wait in a collective for ranks that have finished.
 IN_VAIN = 2.0
-# How a rank is lost: its process has ended or is stopped; nobody hears from it; its own code has raised; one of its
-# collectives has broken, and nobody is to blame; or other ranks wait for it for ever, which ends any run.
-GONE, SILENT, OWN_CODE, BROKEN, AWAITED = "gone", "silent", "own code", "broken", "awaited"
 OPENS_EACH = "have every rank call init_process_group() and new_group(), also for groups that it is not in"
 SAME_STEPS = (
     "give every rank the same number of steps: DistributedSampler does, and DDP's join() allows for less\n"
     "and call no collective, nor what contains one (a step, train()), on one rank alone, as below `if rank == 0`"
 )
 LET_IT_RUN = "let nobody stop it (Ctrl-Z, a batch system), or give a larger --peer_timeout"
-# Questions that rank 0 has; there is at most one inquiry at a time for each.
-DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK = "do calls differ", "where are they stuck"
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """A rank that is lost, and how."""
-
-    verdict: Verdict
-    kind: str
-    spared: Sequence[int] = ()
-    """The ranks that have done their work, and leave in order if this ends the run."""
-    is_newcomer: bool = False
-    """Whether the rank had come, or come back, to a run which had begun, and has not worked in it yet."""
+# A question that rank 0 has; there is at most one inquiry at a time for it.
+WHERE_ARE_THEY_STUCK = "where are they stuck"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,24 +69,13 @@ class Watch:
 
     def __init__(self, roll_call: RollCall, peers: Mapping[int, Peer], now: float) -> None:
         self.health = Health(roll_call.run, now)
-        self.failure: Verdict | None = None
-        """What ends the run."""
-        self.lost: dict[int, Loss] = {}
-        """The ranks that were lost, in a run that keeps their seats, until the coordinator takes them."""
-        self.newcomers: set[int] = set()
-        """The ranks that have come, or come back, to a run which had begun."""
         self._roll_call = roll_call
         self._info = roll_call.info
         self._peers = peers
-        self._close_at = math.inf
-        self._closing: set[int] = set()
-        """The ranks that were told to close their process groups."""
         self._broken: list[Broken] = []
         self._inquiries = Inquiries(peers)
-        self._numbers = itertools.count(STACKS + 1)
-        self.waiting: dict[int, Loss] = {}
-        """The ranks that are lost, unless ranks are found to have called different collectives: that ends the run."""
-        self._comparison = Comparison()
+        self.end_of_work = EndOfWork(roll_call, peers, self.health, self.send_to_all)
+        self.mismatch_search = MismatchSearch(roll_call, self._inquiries, self.end_of_work)
         self._said_stall: Stall | None = None
         self.probes: Probes | None = None
         """The probes of the network, while all ranks wait in a collective for longer than most steps take."""
@@ -121,8 +83,8 @@ class Watch:
     def hear(self, rank: int, beat: Beat | None, now: float) -> None:
         self._roll_call.hear(rank, now)
         self.health.hear(rank, beat, now)
-        if beat is not None and self._comparison.hear(rank, beat.calls, now):
-            self._look_at_records(now)
+        if beat is not None:
+            self.mismatch_search.hear(rank, beat.calls, now)
 
     def heard(self) -> dict[int, float]:
         """Return when each rank was heard last, without those that leave."""
@@ -132,11 +94,11 @@ class Watch:
     def check(self, now: float) -> None:
         """Decide what is due: inquiries whose time is up, who broke a collective, who closes process groups."""
         self._inquiries.check(now)
-        if self.failure is None and self._roll_call.works:
+        if self.end_of_work.failure is None and self._roll_call.works:
             if self._broken and now >= self._broken[0].judged_at:
                 broken, self._broken = self._broken, []  # one collective that broke on several ranks is one loss
                 self._judge(broken, now)
-            self._close_process_groups(now)
+            self.end_of_work.close_process_groups(now)
 
     def _judge(self, broken: Sequence[Broken], now: float) -> None:
         """Blame ranks that finished early, a stopped or a silent rank, or the first rank whose collective broke."""
@@ -153,7 +115,7 @@ class Watch:
         elif late is not None:
             self._lose_silent(*late, why=[f"a collective of rank {rank} has broken meanwhile"])
         else:
-            self._lose_unless_mismatch(Loss(first.verdict, BROKEN), now)
+            self.mismatch_search.lose_unless_mismatch(Loss(first.verdict, BROKEN), now)
 
     def check_health(self, now: float) -> None:
         """Log what is odd about ranks, and end the run because of a rank that is silent, stopped, or stuck."""
@@ -177,8 +139,7 @@ class Watch:
             takes = f"its own part of a step takes {1e3 * seconds:.1f} ms, {seconds / median:.1f} times the median"
             line = f"{self._info(rank).who} is slow: {takes} of all ranks, and all wait for it (named once)"
             self._peers[0].connection.send(messages.Line(line))
-        if DO_CALLS_DIFFER not in self._inquiries and (lagging := self._comparison.lagging(now)) is not None:
-            self._look_at_records(now, lagging)
+        self.mismatch_search.look_at_lagging(now)
         if health.late(now) is None and (vain := health.waiting_in_vain(now, IN_VAIN)):
             early = health.finished_before(vain[0]) or health.finished
             self._end_because_of_finished(vain[0], early, health.beat(vain[0]).place, now)
@@ -218,7 +179,7 @@ class Watch:
 
     def _cut(self, stall: Stall, now: float) -> Sequence[Pair] | None:
         """Return which hosts cannot connect to each other, if all ranks are here and wait; None while hosts try."""
-        if stall.behind or len(self.heard()) < len(self._all_ranks):  # nobody answers for a rank that has left
+        if stall.behind or len(self.heard()) < len(self._roll_call.infos()):  # nobody answers for a rank that has left
             return ()
         if self.probes is None or now - self.probes.since > PROBES_HOLD:
             self.probes = self.probe_network(now)
@@ -248,59 +209,20 @@ class Watch:
         if broken_at is not None:
             self._broken.append(Broken(now + BLAME_WITHIN, verdict, broken_at))
         elif in_a_collective:
-            self._lose_unless_mismatch(loss, now)
+            self.mismatch_search.lose_unless_mismatch(loss, now)
         else:
-            self._lose(loss)
-
-    def _lose(self, loss: Loss) -> None:
-        """End the run because a rank is lost; if the run keeps its seat, leave the loss to the coordinator."""
-        verdict, run = loss.verdict, self._roll_call.run
-        rank = verdict.rank
-        if self.failure is not None:
-            pass  # the others have been told why all leave
-        elif self._is_done(rank) and loss.kind is not AWAITED:
-            self.health.leave(rank)
-            if rank in self._peers:
-                self._peers[rank].left = True
-                # One that was frozen, or cut off, leaves in order too once it hears again.
-                told = messages.Close() if loss.kind is SILENT else messages.RunEnds(verdict)
-                self._peers[rank].connection.send(told)
-        elif loss.kind is AWAITED or run.on_loss == LEAVE:
-            self.end_the_run(verdict, loss.spared)
-        elif self._closing or self.health.has_finished(and_left=True):
-            self.end_the_run(verdict)  # nobody can begin anew with a rank that has left with its work done
-        elif rank in self.newcomers and not self._has_worked(rank):  # such as on a host without the data
-            self.lost.setdefault(rank, dataclasses.replace(loss, is_newcomer=True))
-        elif loss.kind is OWN_CODE and not self._may_not_recur(verdict):
-            self.end_the_run(verdict)
-        else:
-            self.lost.setdefault(rank, loss)
-
-    def _is_done(self, rank: int) -> bool:
-        """Return whether a rank's work is done; for rank 0, which has torch's store, whether the work of all is."""
-        return self.health.all_finished or rank in {*self.health.finished} - {0}
-
-    def _may_not_recur(self, verdict: Verdict) -> bool:
-        return self._roll_call.run.on_loss_of_own_code and verdict.identifier in MAY_NOT_RECUR
-
-    def _has_worked(self, rank: int) -> bool:
-        """Return whether a rank has begun to work with the others: if the run resumes from checkpoints, any rank has
-        done a step; otherwise the rank has used a process group."""
-        if self._roll_call.run.resumes:
-            return any(self.health.beat(other).step > 0 for other in self._all_ranks)
-        return bool(self.health.beat(rank).begun)
+            self.end_of_work.lose(loss)
 
     @property
     def is_undecided(self) -> bool:
         """Whether a rank may be lost already."""
-        return any((self.lost, self.waiting, self._broken))
+        return any((self.end_of_work.lost, self.mismatch_search.waiting, self._broken))
 
     def take_lost(self) -> Mapping[int, Loss]:
         """Return rank -> its loss, for all ranks without which the others begin anew, also those still ``waiting``."""
-        if self.lost:
-            self._lose_waiting()
-        lost, self.lost = self.lost, {}
-        return lost if self.failure is None else {}
+        if self.end_of_work.lost:
+            self.mismatch_search.lose_waiting()
+        return self.end_of_work.take_lost()
 
     def stop(self, now: float) -> None:
         """Decide nothing any more: the ranks begin anew, with another watch. Observers get the stacks that are here."""
@@ -373,7 +295,7 @@ class Watch:
 
     def _end_because_of(self, info: RankInfo, what: str, *, why: str, next: str, kind: str = GONE) -> None:
         verdict = lost_rank(info, what, why=why, next=f"{next}\nthen {self._roll_call.run.start_again}")
-        self._lose(Loss(verdict, kind))
+        self.end_of_work.lose(Loss(verdict, kind))
 
     def _end_because_of_finished(self, rank: int, early: Sequence[int], place: str, now: float) -> None:
         """End the run: ``rank`` is in a call of torch, at ``place``, in which the ranks ``early`` take part no more."""
@@ -388,7 +310,7 @@ class Watch:
             next=next,
         )
         verdict = verdict_about(self._info(rank), LastWords.of(error))
-        self._lose_unless_mismatch(Loss(verdict, AWAITED, spared=self.health.finished), now)
+        self.mismatch_search.lose_unless_mismatch(Loss(verdict, AWAITED, spared=self.health.finished), now)
 
     def _end_because_of_stall(self, stall: Stall, stacks: Mapping[int, str], now: float) -> None:
         """End the run with the stacks of the ranks that are stuck, unless they have gone on in the meantime."""
@@ -400,97 +322,14 @@ class Watch:
         if cut is not None and not self._end_because_of_stopped(now, 0):
             beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
             infos = {info.rank: info for info in self._roll_call.infos()}
-            again = self._roll_call.run.start_again
-            self._lose_unless_mismatch(Loss(stalled(infos, now_stalled, beats, stacks, again, cut), AWAITED), now)
-
-    def end_the_run(self, verdict: Verdict, spared: Sequence[int] = ()) -> None:
-        """Tell all ranks why, except those ``spared``, which have done their work and leave in order."""
-        if self.failure is None:
-            self.failure = verdict
-            self.send_to_all(messages.RunEnds(verdict), without=spared)
-            if spared:
-                self._close_at = -math.inf
-                self._close_process_groups(self._close_at)
+            verdict = stalled(infos, now_stalled, beats, stacks, self._roll_call.run.start_again, cut)
+            self.mismatch_search.lose_unless_mismatch(Loss(verdict, AWAITED), now)
 
     def send_to_all(self, message: messages.Message, without: Collection[int] = ()) -> None:
         line, without = encode(message), frozenset(without)
         for rank, peer in self._peers.items():
             if rank not in without:
                 peer.connection.write(line)
-
-    # -- whether the ranks call the same collectives ---------------------------------------------------------------
-
-    def _lose_unless_mismatch(self, loss: Loss, now: float) -> None:
-        """Count a rank as lost, unless ranks called different collectives: that explains more, and ends the run."""
-        self.waiting.setdefault(loss.verdict.rank, loss)
-        if self._comparison:
-            self._look_at_records(now)
-        if DO_CALLS_DIFFER not in self._inquiries:
-            self._lose_waiting()
-
-    def _lose_waiting(self, last: Mapping[int, str] | None = None) -> None:
-        """Count the ranks ``waiting`` as lost; ``last`` has for each rank the collective that it has begun last."""
-        waiting, self.waiting = self.waiting, {}
-        for loss in waiting.values():
-            self._lose(dataclasses.replace(loss, verdict=with_last_collectives(loss.verdict, last or {})))
-
-    def _look_at_records(self, now: float, some: Sequence[int] = ()) -> None:
-        """Look at the records of all ranks; first only at those of ``some`` ranks, if they are the reason."""
-        if DO_CALLS_DIFFER not in self._inquiries and self.failure is None:
-            self._look_on(self._comparison.look(some or self._all_ranks), None, now)
-
-    def _look_on(self, look: Look, replies: Mapping[int, messages.RecordsReply] | None, now: float) -> None:
-        """Go on with a look: give it the replies to its last question, None at its begin, and ask its next question."""
-        try:
-            ranks, wanted = next(look) if replies is None else look.send(replies)
-        except StopIteration as end:
-            self._take_seen(end.value, now)
-            return
-        within = RECORDS_WITHIN + more_seconds(self._roll_call.run.world_size) / 2
-        request = messages.AskRecords(next(self._numbers), **wanted)
-        then = partial(self._go_on_looking, look)
-        self._inquiries.ask(DO_CALLS_DIFFER, request.number, ranks, request, within, then, now)
-
-    def _go_on_looking(self, look: Look, replies: Mapping[int, messages.RecordsReply], now: float) -> None:
-        """Go on with a look; once it is over no loss waits for it, whatever the replies say."""
-        try:
-            self._look_on(look, replies, now)
-        finally:
-            if DO_CALLS_DIFFER not in self._inquiries:
-                self._lose_waiting()
-
-    def _take_seen(self, seen: Seen, now: float) -> None:
-        """End the run because of what a look has seen; otherwise count the ranks ``waiting`` as lost."""
-        if self._wants_all(seen):
-            self._look_on(self._comparison.look(self._all_ranks, seen.difference), None, now)
-        elif (mismatch := seen.difference) is not None:
-            mismatch.error.next += f"\nthen {self._roll_call.run.start_again}"
-            self.end_the_run(verdict_about(self._info(mismatch.rank), LastWords.of(mismatch.error)))
-        else:
-            self._lose_waiting(seen.last)
-
-    def _wants_all(self, look: Seen) -> bool:
-        """Return whether a look at some ranks gives reason to look at all of them."""
-        matters = look.difference is not None or bool(self.waiting)
-        return matters and len(look.ranks) < len(self._all_ranks)
-
-    @property
-    def _all_ranks(self) -> list[int]:
-        return [info.rank for info in self._roll_call.infos()]
-
-    # -- the end of the work -------------------------------------------------------------------------------------
-
-    def finish(self, rank: int, now: float) -> None:
-        self.health.finish(rank)
-        self._close_at = min(self._close_at, now + FINISH_TOGETHER * (not self.health.all_finished))
-        self._close_process_groups(now)
-
-    def _close_process_groups(self, now: float) -> None:
-        """Tell the ranks that have finished, once it is time, to close their process groups."""
-        for rank in self.health.finished if now >= self._close_at else ():
-            if rank in self._peers and rank not in self._closing:
-                self._closing.add(rank)
-                self._peers[rank].connection.send(messages.Close())
 
     # -- what is asked, and what agents reply ----------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class Meeting:
         return self._recovery.watch
 
     def take_hello(self, peer: Peer, hello: messages.Hello) -> None:
-        if self._roll_call.admits and self._watch.failure is None:
+        if self._roll_call.admits and self._watch.end_of_work.failure is None:
             info = self._handshakes.read_hello(peer, hello, self._now)
             if info is None:
                 return
@@ -138,10 +138,10 @@ class Meeting:
 
     def refuse_all(self, error: DdpManualError) -> None:
         """End the wait of every rank, unless the run ends already."""
-        if self._watch.failure is not None:
+        if self._watch.end_of_work.failure is not None:
             return
         about = next(iter(self._roll_call.infos()), self._roll_call.rank_0)
-        self._watch.failure = verdicts.verdict_about(about, LastWords.of(error))
+        self._watch.end_of_work.failure = verdicts.verdict_about(about, LastWords.of(error))
         for peer in [*self._peers.values(), *self._handshakes.claims]:
             self._handshakes.refuse(peer, error)
         self._roll_call.end()
@@ -180,7 +180,7 @@ class Meeting:
         """Go on as far as possible: try the network, then tell the ranks to begin; or begin anew with those that came
         to a world which had shrunk."""
         state = self._roll_call.state
-        if self._watch.failure is not None:
+        if self._watch.end_of_work.failure is not None:
             return
         if isinstance(state, Working):
             back = self._roll_call.ranks(Seat.READY_TO_RETURN)
@@ -223,7 +223,7 @@ class Meeting:
         if gone_on is not None:
             line, self.record = gone_on
             self._watch.send_to_all(messages.Line(line))
-            self._watch.newcomers = newcomers
+            self._watch.end_of_work.newcomers = newcomers
         _, source = self._policy.newest(places)
         self._watch.health.restart(now)
         for rank, member in self._roll_call.members.items():  # a rank that is silent gets no second time-out

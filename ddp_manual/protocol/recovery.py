@@ -13,9 +13,10 @@ from collections.abc import Collection, Mapping
 from msgspec.structs import replace
 
 from ddp_manual import messages
+from ddp_manual.protocol.end_or_begin_anew import BROKEN, OWN_CODE, SILENT, Loss
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.loss_policy import LossPolicy
-from ddp_manual.protocol.lost_or_to_blame import BROKEN, OWN_CODE, SILENT, Loss, Watch
+from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.roll_call_states import Working
 from ddp_manual.protocol.stop_step import StopStep
@@ -72,7 +73,7 @@ class Recovery:
 
     def give_up_lost(self) -> None:
         """Begin anew without the processes of ranks that were lost: the other agents replace their workers."""
-        lost, state = self.watch.take_lost(), self._roll_call.state
+        lost, state = self.watch.end_of_work.take_lost(), self._roll_call.state
         if not lost or not isinstance(state, Working):
             return
         alone = {rank for rank, loss in lost.items() if not self._is_restarted(rank, loss)}
@@ -154,11 +155,11 @@ class Recovery:
 
     def hear_held(self) -> None:
         """Once all ranks have said what they hold, tell all what was lost and is held, or end the run."""
-        if self.watch.failure is not None or not self.policy.is_unsaid:
+        if self.watch.end_of_work.failure is not None or not self.policy.is_unsaid:
             return
         here = self._roll_call.have_worked
         restarted = [rank for rank in self.policy.lost if rank in here]
         if (refusal := self.policy.refusal(restarted, here)) is not None:
-            self.watch.end_the_run(refusal)
+            self.watch.end_of_work.end_the_run(refusal)
         elif (line := self.policy.kept(self._run, here, self._roll_call.missing, self._roll_call.left_out)) is not None:
             self.watch.send_to_all(messages.Line(line))

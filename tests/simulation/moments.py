@@ -120,7 +120,7 @@ class Moments:
         """8: rank 0 gives up the seat of a process that has ended, or was silent for too long."""
         shell = zero.agent._join.coordinator if zero.agent is not None else None
         coordinator = shell.protocol if shell is not None else None
-        if coordinator is None or zero.errors or coordinator.recovery.watch.failure is not None:
+        if coordinator is None or zero.errors or coordinator.failure is not None:
             return
         for number, member in coordinator.roll_call.members.items():
             peer, holder = coordinator.recovery.peers.get(number), self.run.programs.get(member.info.pid)
@@ -254,7 +254,7 @@ def decided(coordinator: CoordinatorProtocol) -> tuple[Any, ...]:
     members = {rank: (member.info.pid, member.ready is not None) for rank, member in roll_call.members.items()}
     run = roll_call.works, members, {*roll_call.left_out}, {*roll_call.stopping}, roll_call.is_over
     run = *run, policy.generation, {**policy.held}, {*policy.lost}
-    return *run, watch.failure, {*watch.lost}, {*watch.health.finished}
+    return *run, coordinator.failure, {*watch.end_of_work.lost}, {*watch.health.finished}
 
 
 def believed(agent: Any) -> tuple[Any, ...]:

@@ -33,7 +33,8 @@ from ddp_manual.protocol.collective_comparison import (
     Difference,
     Seen,
 )
-from ddp_manual.protocol.lost_or_to_blame import RECORDS_WITHIN, Watch
+from ddp_manual.protocol.lost_or_to_blame import Watch
+from ddp_manual.protocol.search_for_mismatch import RECORDS_WITHIN
 from ddp_manual.ranks_and_runs import BY_RECORDS, Beat, LastWords, RankInfo, Verdict
 from ddp_manual.wire import as_json, encode_local
 from ddp_manual.worker import collective_recorder as recording
@@ -141,7 +142,7 @@ def test_all_ranks_that_crash_before_it_is_known_whether_their_calls_differ_are_
     watch, sent = watched(on_loss="wait")
     for rank in range(2):
         fail(watch, rank, None, judged=True)
-    assert not watch.take_lost() and watch.waiting
+    assert not watch.take_lost() and watch.mismatch_search.waiting
     number = sent[-1].number
     for rank in range(2):
         watch.take_reply(rank, number, reply((1, 5)), 1.1)
@@ -150,7 +151,7 @@ def test_all_ranks_that_crash_before_it_is_known_whether_their_calls_differ_are_
     assert {rank: loss.verdict.why for rank, loss in lost.items()} == {
         rank: f"reason {rank}\n{last}" for rank in range(2)
     }
-    assert not watch.waiting and not watch.take_lost()
+    assert not watch.mismatch_search.waiting and not watch.take_lost()
 
 
 def test_a_collective_that_breaks_on_all_ranks_is_one_loss_and_is_judged_once() -> None:
@@ -180,7 +181,8 @@ def test_a_collective_that_breaks_is_blamed_on_the_rank_that_has_finished_before
     watch.hear(2, None, 2.5)
     watch.check(2.5)
     watch.check(2.6 + RECORDS_WITHIN)
-    assert watch.failure and watch.failure.what == "rank 2 had finished while rank 1 was still in a collective"
+    failure = watch.end_of_work.failure
+    assert failure and failure.what == "rank 2 had finished while rank 1 was still in a collective"
 
 
 @pytest.mark.parametrize("broken", [(0, 1), (0,)])  # while rank 1 saves what it has
@@ -195,7 +197,7 @@ def test_of_a_silent_rank_the_ranks_are_the_victims_whose_collectives_break_and_
         fail(watch, rank, f"a.py:{rank}", judged=False)
         watch.hear(rank, None, 8.0)
     watch.check(8.0)
-    assert [*watch.take_lost()] == [2] and watch.failure is None
+    assert [*watch.take_lost()] == [2] and watch.end_of_work.failure is None
 
 
 def test_of_ranks_far_behind_one_is_looked_at_with_the_rank_ahead_and_less_and_less_often() -> None:
