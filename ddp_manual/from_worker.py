@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ddp_manual.join_steps import Step
 from ddp_manual.messages import Message
-from ddp_manual.ranks_and_runs import JOINING, LARGEST, Beat, LastWords, Ready
+from ddp_manual.ranks_and_runs import JOINING, LARGEST, OPENING, Beat, LastWords, Ready
 from ddp_manual.wire import Read, local_reader_of, printable
 
 # Characters of ``Beat.place``, which names a line of the program.
@@ -87,7 +87,7 @@ class Progress:
             seen: other fields of ``Beat``, as they are.
         """
         shortest = min(timeouts.values(), default=0.0)
-        longer = {group: seconds for group, seconds in timeouts.items() if seconds > shortest}
+        longer = {group: seconds for group, seconds in timeouts.items() if seconds > shortest or group == OPENING}
         return Beat(
             phase=printable(str(self.phase)),
             epoch=self.whole_epoch,
@@ -180,6 +180,8 @@ class GroupClosed(Message):
     key: str
     begun: int | None
     """How many collectives it has begun there, as torch counts them; None if they are not countable."""
+    raised: str = ""
+    """The exception that was being handled, or that is about to end the program; "" if there was none."""
 
 
 class NotCompared(Message):

@@ -24,6 +24,8 @@ LONGEST_CHAINS = 256
 
 # The end of a process group's key in a heartbeat if its collectives are counted by records, and not by torch.
 BY_RECORDS = "/recorded"
+# In ``Beat.timeouts``.
+OPENING = "opening"
 
 JOINING = "joining"
 RUNNING = "running"
@@ -163,7 +165,7 @@ class Beat(Checked):
     """How many operations it has begun in all open groups: gloo also numbers sends and receives."""
     timeouts: Mapping[Name, TimeOut] = field(default_factory=dict)
     """Process group -> the seconds after which torch ends a collective in it; "" -> the shortest, for all groups that
-    are not listed."""
+    are not listed; OPENING -> those after which it ends the wait for other ranks in the call that opens a group."""
     unfinished: int = 0
     """How many collectives of NCCL this rank has begun and its GPU has not completed."""
     return_at_once: bool = False
@@ -181,6 +183,8 @@ class Beat(Checked):
     calls: Mapping[Name, Annotated[Sequence[int], Meta(max_length=LONGEST_CHAINS)]] = field(default_factory=dict)
     """Process group -> number, chain, number, chain, ... of its last collectives, as its agent reads them: see
     ``collective_memory``."""
+    raised: Name = ""
+    """The exception because of which it has closed its process group, as its agent has heard."""
     stopped: Name = ""
     """The signal that stopped the worker, such as SIGSTOP, as its agent sees it."""
 
@@ -200,6 +204,8 @@ class Beat(Checked):
                 more, it waits; of several such groups the shortest time-out is returned. Without such a group it may
                 wait in any, as for a send of another rank, and the longest is returned: torch ends a shorter wait.
         """
+        if self.opening:
+            return self.timeouts.get(OPENING)
         counts = self.collectives.items()
         ahead = [group.removesuffix(BY_RECORDS) for group, count in counts if count > fewest.get(group, count)]
         found = [self.timeouts.get(group, self.timeouts.get("")) for group in ahead or self.timeouts]

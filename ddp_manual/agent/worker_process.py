@@ -95,6 +95,8 @@ class Worker:
         """How the program was started, as the kernel knows it."""
         self._is_replaced = False
         """Whether exec has replaced the program by another one, which has no channel and ends like an executable."""
+        self._raised = ""
+        """The exception because of which it has closed a process group, and opened none since."""
         self._is_blocked = False
         self._spoke_at = time.monotonic()
         self._oom_kills = OomKills(self.pid)
@@ -128,8 +130,10 @@ class Worker:
                 self._takes_stops = isinstance(message, from_worker.TakesStops)
             case from_worker.GroupOpened():
                 self.records.add_group(asdict(message))
+                self._raised = ""  # it has gone on
             case from_worker.GroupClosed():
                 self.records.close_group(message.key, message.begun)
+                self._raised = message.raised
             case from_worker.NotCompared():
                 self.records.complete = False
             case from_worker.Doing():
@@ -157,7 +161,8 @@ class Worker:
         begun, closed = self.records.count(self.beat.collectives)
         silent = time.monotonic() - self._spoke_at > SILENT
         inside, stopped = self.beat.inside and not silent, self.stopped_by()
-        return replace(self.beat, collectives=begun, closed=closed, calls=calls, inside=inside, stopped=stopped)
+        seen = {"calls": calls, "inside": inside, "raised": self._raised, "stopped": stopped}
+        return replace(self.beat, collectives=begun, closed=closed, **seen)
 
     @property
     def is_gone(self) -> bool:

@@ -21,7 +21,7 @@ from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.search_for_mismatch import DO_CALLS_DIFFER, MismatchSearch
 from ddp_manual.protocol.stalls import Stall
-from ddp_manual.protocol.verdicts import lost_rank, one_per_place, stalled, verdict_about
+from ddp_manual.protocol.verdicts import closed_because, lost_rank, one_per_place, stalled, verdict_about
 from ddp_manual.protocol.watched_rank import began_fewer
 from ddp_manual.ranks_and_runs import Beat, LastWords, RankInfo, Verdict
 from ddp_manual.text_wrapping import whole
@@ -298,7 +298,12 @@ class Watch:
         self.end_of_work.lose(Loss(verdict, kind))
 
     def _end_because_of_finished(self, rank: int, early: Sequence[int], place: str, now: float) -> None:
-        """End the run: ``rank`` is in a call of torch, at ``place``, in which the ranks ``early`` take part no more."""
+        """End the run: ``rank`` is in a call of torch, at ``place``, in which the ranks ``early`` take part no more; or
+        lose one of these whose own exception is the reason, as its last words will say."""
+        if raised := [other for other in early if self.health.beat(other).raised]:
+            failed = closed_because(self._info(raised[0]), self.health.beat(raised[0]), rank)
+            self.take_failure(failed, None, now, in_a_collective=False)
+            return
         done = "finished" if {*early} <= {*self.health.finished} else "closed the process group"
         call, next = "a collective", SAME_STEPS
         if self.health.beat(rank).opening:
@@ -306,7 +311,7 @@ class Watch:
         error = PeerLost(
             f"{in_words(as_ranges(early))} had {done} while rank {rank} was still in {call}",
             why=f"{call} needs every rank, and they did not make the same number of calls\n"
-            f"this one was on {place or 'no line of Python'}",
+            f"rank {rank} was on {place or 'no line of Python'}",
             next=next,
         )
         verdict = verdict_about(self._info(rank), LastWords.of(error))

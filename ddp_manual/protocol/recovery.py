@@ -73,7 +73,7 @@ class Recovery:
 
     def give_up_lost(self) -> None:
         """Begin anew without the processes of ranks that were lost: the other agents replace their workers."""
-        lost, state = self.watch.end_of_work.take_lost(), self._roll_call.state
+        lost, state = self.watch.take_lost(), self._roll_call.state
         if not lost or not isinstance(state, Working):
             return
         alone = {rank for rank, loss in lost.items() if not self._is_restarted(rank, loss)}

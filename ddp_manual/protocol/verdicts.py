@@ -18,6 +18,7 @@ from ddp_manual.errors import (
     PeerLost,
     PeerStalled,
     ReplicasDiffer,
+    TrainingFailed,
     signal_name,
 )
 from ddp_manual.protocol.collective_comparison import rank_words
@@ -63,6 +64,18 @@ def error_for(rank: int, verdict: Verdict) -> DdpManualError:
 def lost_rank(info: RankInfo, what: str, *, why: str, next: str, exit_code: int | None = None) -> Verdict:
     words = LastWords.of((PeerLost if info.rank else MasterLost)(f"{info.who} {what}", why=why, next=next))
     return verdict_about(info, words if exit_code is None else replace(words, exit_code=exit_code))
+
+
+def closed_because(info: RankInfo, beat: Beat, waiting: int) -> Verdict:
+    """Return the verdict about a rank that has closed its process group because of an exception of its own code, and
+    has not ended yet; the rank ``waiting`` is in a collective of that group."""
+    error = TrainingFailed(
+        f"rank {info.rank} on {info.host}: {beat.raised}",
+        why=f"it has closed its process group because of that, while rank {waiting} was still in a collective\n"
+        f"it was {beat.last_seen()}, and had not ended yet",
+        next="fix the code or the data that raised it, then start all ranks again",
+    )
+    return verdict_about(info, LastWords.of(error), judged=False)
 
 
 def rank_0_lost(run: RunInfo, beat: Beat, what: str, why: str) -> MasterLost:

@@ -46,7 +46,8 @@ class Explanation:
         error = verdicts.error_for(rank.number, verdict)
         ours, own = verdict.rank == rank.number, work.own_words
         if verdict.judged:
-            is_of_this_rank = ours and not isinstance(error, (CollectiveMismatch, PeerStalled))
+            is_of_this_rank = ours and error.what.startswith(f"rank {rank.number} ")  # it may be the one that waits
+            is_of_this_rank &= not isinstance(error, (CollectiveMismatch, PeerStalled))
             was_silent = is_of_this_rank and "has been silent" in error.what
             if is_of_this_rank and self._shell.worker.status is None:
                 keeps_seat = rank.run is not None and rank.run.on_loss != LEAVE

@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import struct
+import sys
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -24,7 +25,7 @@ import torch
 
 from ddp_manual import collective_memory
 from ddp_manual.from_worker import FromWorker, GroupClosed, GroupOpened, NotCompared, RecordsMemory
-from ddp_manual.worker.explain_errors import first_line
+from ddp_manual.worker.explain_errors import first_line, is_broken_collective
 from ddp_manual.worker.private_torch import (
     CODE_OF_COLLECTIVES,
     calling_frame,
@@ -217,7 +218,10 @@ class Recorder:
     def _closed(self, group: Any, key: str) -> None:
         if group in self._groups:
             del self._groups[group]
-            self._tell(GroupClosed(key, known_of([(group, key)]).begun.get(key)))
+            error = sys.exc_info()[1]
+            if not is_broken_collective(error):  # otherwise it is closed because other ranks take part no more
+                raised = first_line(error) if isinstance(error, Exception) else ""
+                self._tell(GroupClosed(key, known_of([(group, key)]).begun.get(key), raised))
             _unhook(group)
 
     def _called(self, group: Any, operation: Operation | None, *with_what: Any) -> None:

@@ -62,9 +62,11 @@ def let_programs_meet_by_themselves(starts: Callable[[int], None]) -> None:
     start: Callable[..., Any] = spawning.start_processes
 
     def meet_by_itself(meet: Callable[..., Iterator[Any]], url: str, *given: Any, **named: Any) -> Iterator[Any]:
-        by_itself = str(urlsplit(url).port or variables.get("MASTER_PORT")) != port
+        own = str(urlsplit(url).port or variables.get("MASTER_PORT"))
+        by_itself = own != port
         with changed(without_launcher if by_itself else {}):
             store, rank, world_size = next(meet(url, *given, **named))
+        _opening.port = own if by_itself else ""
         if not by_itself:
             store = _opening.begin(store, world_size, is_whole=world_size >= launched)
         yield store, rank, world_size
@@ -81,28 +83,28 @@ def let_programs_meet_by_themselves(starts: Callable[[int], None]) -> None:
 
 
 class _Opening:
-    """The default process group that this process opens with the launcher's store, which also has the addresses of the
-    ranks in earlier groups."""
+    """The default process group that this process opens, by default with the launcher's store, which also has the
+    addresses of the ranks in earlier groups."""
 
     def __init__(self) -> None:
-        self._count_next: dict[int, Callable[[], object]] = {}
-        """The number of ranks in the group that is being opened -> what counts it."""
-        self._count_last: Callable[[], object] = lambda: None
+        self._opened: Counter[int] = Counter()
+        """Number of ranks -> how many groups with so many this process has opened with the launcher's store."""
+        self._begun: Sequence[int] = ()
+        """The number of ranks in such a group that is being opened."""
+        self.port = ""
+        """The port where the ranks of the group meet by themselves; "" with the launcher's store."""
 
     def begin(self, store: Any, world_size: int, *, is_whole: bool) -> Any:
         """Return the store in which the ranks of the next group meet: a part of its own. The first group of the whole
         world has the store itself, since some of its ranks may be processes without this package."""
-        self._count_last()  # not at once: a group that opens lazily is open before other ranks begin it
-        key = f"ddp_manual/groups of {world_size}"
-        opened = int(store.get(key)) if store.check([key]) else 0
-        # All ranks of a group count it, and the first one succeeds.
-        self._count_next = {world_size: functools.partial(store.compare_set, key, str(opened or ""), str(opened + 1))}
-        return store if is_whole and not opened else PrefixStore(f"{key}/{opened}", store)
+        opened, self._begun = self._opened[world_size], [world_size]
+        return store if is_whole and not opened else PrefixStore(f"ddp_manual/groups of {world_size}/{opened}", store)
 
     def is_done(self, world_size: int) -> None:
         """Note that a group of so many ranks is open. A rank that fails to open one counts none, so that it meets the
         other ranks where they still wait."""
-        self._count_last = self._count_next.pop(world_size, self._count_last)
+        self._opened.update(self._begun if world_size in self._begun else ())
+        self._begun = ()
 
 
 _opening = _Opening()
@@ -231,8 +233,9 @@ def watch_process_groups(
     is opened, and ``closed(group, key)`` for each that torch is about to forget.
 
     A key is ``name/ranks/default/again``: the group's name, a checksum of its ranks, the number of the default group at
-    that time, and a count of equal keys. After ``destroy_process_group()`` torch reuses names, for other members too.
-    This replaces torch's own registry of ranks, which has all groups, whichever function has opened them.
+    that time, with the port if its ranks have met by themselves, and a count of equal keys. After
+    ``destroy_process_group()`` torch reuses names, for other members too. This replaces torch's own registry of ranks,
+    which has all groups, whichever function has opened them.
     """
     again: Counter[str] = Counter()
     default = 0
@@ -247,7 +250,8 @@ def watch_process_groups(
                 if group.group_desc == "default_pg":
                     default += len(ranks) > 1  # not one of this rank alone
                     _opening.is_done(len(ranks))
-                members = f"{name}/{zlib.crc32(repr(ranks).encode()):08x}/{default}"
+                met = f"{default}@{_opening.port}" if _opening.port else default  # others may meet at another port
+                members = f"{name}/{zlib.crc32(repr(ranks).encode()):08x}/{met}"
                 _keys[group] = key = f"{members}/{again[members]}"
                 again[members] += 1
                 opened(group, key, ranks)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 from ddp_manual import from_agent, from_worker, orphans, terminal
-from ddp_manual.ranks_and_runs import Beat
+from ddp_manual.ranks_and_runs import OPENING, Beat
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
 from ddp_manual.worker.private_torch import collectives_unfinished, open_groups
 from ddp_manual.worker.steps_done import Stops
@@ -104,7 +104,7 @@ class Reporter:
         beat = self.progress.beat(
             collectives=groups.begun,
             operations=groups.operations,
-            timeouts=groups.timeouts,
+            timeouts=groups.timeouts if where.timeout is None else {**groups.timeouts, OPENING: where.timeout},
             unfinished=unfinished or 0,
             return_at_once=groups.return_at_once,
             # With gloo, a method like ``item`` waits for this rank's own GPU at most, not for other ranks.

@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from datetime import timedelta
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -49,6 +50,8 @@ class Whereabouts(NamedTuple):
     """Whether a debugger waits for input."""
     opening: bool = False
     """Whether it opens a process group."""
+    timeout: float | None = None
+    """The seconds after which torch ends its wait for other ranks there, if that is known."""
 
 
 def whereabouts(thread: int) -> Whereabouts:
@@ -63,8 +66,17 @@ def whereabouts(thread: int) -> Whereabouts:
             return Whereabouts(place=_own_line([*below] or frames[-1:]), debugging=True)
     in_torch = innermost.f_code.co_filename.startswith(_IN_TORCH)
     called = _calls(innermost.f_code).get(innermost.f_lasti)
-    opening = any(f.f_code.co_name in _OPEN and f.f_code.co_filename == CODE_OF_COLLECTIVES for f in frames)
-    return Whereabouts(in_torch or called == "wait", called in _SYNCS, _own_line(frames), opening=opening)
+    of_collectives = [frame for frame in frames if frame.f_code.co_filename == CODE_OF_COLLECTIVES]
+    opening = any(frame.f_code.co_name in _OPEN for frame in of_collectives)
+    given = (frame.f_locals.get("timeout") for frame in (of_collectives if opening else ()))
+    timeout = next((time for time in given if isinstance(time, timedelta)), None)
+    return Whereabouts(
+        inside=in_torch or called == "wait",
+        syncs=called in _SYNCS,
+        place=_own_line(frames),
+        opening=opening,
+        timeout=timeout.total_seconds() if timeout is not None else None,
+    )
 
 
 def _own_line(frames: Sequence[FrameType]) -> str:

@@ -79,10 +79,10 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
-MOST_LINES_OF_AGENT_AND_WORKER = 8642
+MOST_LINES_OF_AGENT_AND_WORKER = 8810
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
-MOST_LINES_OF_TESTS = 21_028
-MOST_LINES_OF_PACKAGE = 28_302
+MOST_LINES_OF_TESTS = 21_122
+MOST_LINES_OF_PACKAGE = 28_627
 
 
 def room(path: Path) -> str:
@@ -207,6 +207,10 @@ def test_protocol_agent_and_worker_stay_small() -> None:
 def test_package_and_tests_stay_as_small_as_they_are(room: str, most: int) -> None:
     files = (REPOSITORY / room).rglob("*.py")
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= most
+
+
+def test_no_file_is_longer_than_a_reader_takes_in() -> None:
+    assert [module(path) for path in MODULES if len(path.read_text(encoding="utf-8").splitlines()) > 400] == []
 
 
 FLAGS = {

@@ -185,6 +185,21 @@ def test_a_collective_that_breaks_is_blamed_on_the_rank_that_has_finished_before
     assert failure and failure.what == "rank 2 had finished while rank 1 was still in a collective"
 
 
+def test_a_rank_that_has_closed_its_group_because_of_an_exception_is_named_with_it_and_may_begin_anew() -> None:
+    for options in ({}, {"on_loss": "wait", "on_loss_of_own_code": True}):
+        watch, _ = watched(2, **options)
+        watch.hear(0, Beat(collectives={"0": 3}), 1.0)
+        watch.hear(1, Beat(closed={"0": 2}, raised="ValueError: bad sample"), 1.0)
+        fail(watch, 0, "a.py:1", judged=False)
+        for rank in range(2):
+            watch.hear(rank, None, 2.5)
+        watch.check(2.5)
+        failure = watch.end_of_work.failure or watch.take_lost()[1].verdict
+        assert (failure.rank, failure.identifier) == (1, "training-failed")
+        assert failure.what == "rank 1 on h: ValueError: bad sample"
+        assert bool(watch.end_of_work.failure) is not bool(options)
+
+
 @pytest.mark.parametrize("broken", [(0, 1), (0,)])  # while rank 1 saves what it has
 def test_of_a_silent_rank_the_ranks_are_the_victims_whose_collectives_break_and_who_close_their_groups(
     broken: Sequence[int],
@@ -312,6 +327,29 @@ def test_an_agent_counts_what_is_recorded_of_groups_that_are_open_or_closed_othe
     began, end = ({"0": 1, "1": 0}, BY_RECORDS) if hooks else ({"1": 0}, "")
     first, second = ({f"{name}/{ranks}/{time}/0{end}": count for name, count in began.items()} for time in (1, 2))
     assert found == [(first, {}), ({}, first), (second, first), ({}, {**first, **second})]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("bad sample"), ["ValueError: bad sample"]),
+        (KeyboardInterrupt(), [""]),
+        (dist.DistNetworkError("Connection closed by peer"), []),  # because of another rank
+    ],
+)
+def test_of_a_group_that_is_closed_because_of_an_exception_it_is_said_which_unless_a_collective_has_broken(
+    error: BaseException, told: Sequence[str]
+) -> None:
+    heard: list[Any] = []
+    recorder = recording.Recorder(heard.append)
+    recorder.start()
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    try:
+        raise error
+    except BaseException:
+        dist.destroy_process_group()
+    recorder.stop()
+    assert [one.raised for one in heard if isinstance(one, from_worker.GroupClosed)] == told
 
 
 @with_hooks

@@ -15,7 +15,7 @@ from ddp_manual.protocol import verdicts
 from ddp_manual.protocol.health import SLOW_FOR, Health
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.stalls import Stall
-from ddp_manual.ranks_and_runs import Beat, RankInfo
+from ddp_manual.ranks_and_runs import OPENING, Beat, RankInfo
 from ddp_manual.wire import as_json, reader_of
 from tests.runs import run_info
 
@@ -264,6 +264,16 @@ def test_the_time_out_counts_of_the_group_that_ranks_wait_in_otherwise_the_longe
     stall = stall_after([waits, stuck], **OF_SCRIPT)
     assert stall.longest.timeout == timeout
     assert (stall.waiting, stall.behind) == ([0], [1])
+
+
+@pytest.mark.parametrize(("chosen", "timeout"), [({OPENING: 14400.0}, 14400.0), ({OPENING: 10.0}, 10.0), ({}, None)])
+def test_the_time_out_of_a_group_that_is_being_opened_counts_and_not_that_of_an_open_one(
+    chosen: dict[str, float], timeout: float | None
+) -> None:
+    timeouts = {"0": 20.0, **chosen}
+    opens = Progress().beat(place="a.py:1", collectives={"0": 5}, inside=True, opening=True, timeouts=timeouts)
+    stall = stall_after([opens, replace(opens, inside=False, opening=False)], **OF_SCRIPT)
+    assert stall.longest.timeout == timeout
 
 
 def test_a_rank_that_waits_for_longer_in_another_group_is_not_behind() -> None:

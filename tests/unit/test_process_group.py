@@ -48,6 +48,20 @@ def test_the_time_outs_of_process_groups_are_those_that_the_program_has_given_th
         dist.destroy_process_group()
 
 
+def test_ranks_meet_in_the_same_part_of_the_store_although_one_begins_its_next_group_before_another_its_first() -> None:
+    """As with NCCL, whose groups open without waiting for other ranks."""
+    store, found = dist.HashStore(), []
+    for rank, opening in enumerate([private_torch._Opening(), private_torch._Opening()]):
+        for number in range(3):
+            opening.begin(store, 4, is_whole=False)  # fails, and counts as none
+            opening.is_done(2)
+            part = opening.begin(store, 2, is_whole=True)
+            opening.is_done(2)
+            part.set(f"rank {rank}", str(number))
+            found += [part.get("rank 0")] if rank else []
+    assert found == [b"0", b"1", b"2"] and store.get("rank 1") == b"0"
+
+
 @pytest.mark.parametrize(("gloo", "nccl", "at_once"), [(7, 0, False), (7, 1, True), (0, 7, True)])
 def test_whether_collectives_return_at_once_follows_from_the_backend_that_has_begun_some(
     monkeypatch: pytest.MonkeyPatch, gloo: int, nccl: int, at_once: bool

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from ddp_manual.agent.worker_stack import readable_stack
 from ddp_manual.worker import reporter
+from ddp_manual.worker.private_torch import CODE_OF_COLLECTIVES
 from ddp_manual.worker.whereabouts import Whereabouts, own_traceback, whereabouts
 
 
@@ -57,6 +59,18 @@ def test_a_thread_that_waits_for_an_async_collective_is_inside_it_until_it_has_w
     assert seen.inside and not seen.debugging and not later.inside
     assert seen.place.startswith("test_whereabouts.py:") and seen.place.endswith(" in waits")
     assert whereabouts(-1) == Whereabouts(inside=False, place="", debugging=False)
+
+
+def test_a_thread_that_opens_a_group_waits_there_for_as_long_as_was_chosen_for_that_group() -> None:
+    """The call is a stand-in, in a file with the name of torch's."""
+    all_here = threading.Event()
+    names: dict[str, Any] = {"wait": all_here.wait}
+    code = "def init_process_group(timeout):\n    rendezvous()\ndef rendezvous():\n    timeout = None\n    wait(30)"
+    exec(compile(code, CODE_OF_COLLECTIVES, "exec"), names)
+    with a_thread_that(lambda: names["init_process_group"](timedelta(hours=4))) as thread:
+        seen = seen_once(thread, lambda seen: seen.opening)
+        all_here.set()
+    assert seen.opening and seen.timeout == 14_400.0
 
 
 @pytest.mark.parametrize("method", ["item", "tolist", "cpu"])
