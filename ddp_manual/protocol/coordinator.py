@@ -16,7 +16,7 @@ from msgspec.structs import asdict, replace
 
 from ddp_manual import messages
 from ddp_manual.errors import DdpManualError, MasterLost, Stopped, traceback_of
-from ddp_manual.protocol import verdicts
+from ddp_manual.protocol import verdict_words
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
@@ -213,7 +213,7 @@ class CoordinatorProtocol:
             case messages.LostRank0(words):  # this rank 0 was stopped for long, and runs again
                 about_rank_0 = replace(words, why=named_from_outside(words.why, rank))
                 if self.recovery.works(rank):
-                    verdict = verdicts.verdict_about(self.roll_call.rank_0, about_rank_0)
+                    verdict = verdict_words.verdict_about(self.roll_call.rank_0, about_rank_0)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
             case messages.StacksReply():
                 self._watch.take_reply(rank, STACKS, message.text, now)
@@ -239,7 +239,7 @@ class CoordinatorProtocol:
                 self._watch.send_to_all(messages.Line(f"{teller.who}: {printable(text)}"), without)
             case messages.Leaves(words, at_work):
                 if at_work and self.recovery.works(rank):
-                    verdict = verdicts.verdict_about(self.roll_call.info(rank), words, judged=False)
+                    verdict = verdict_words.verdict_about(self.roll_call.info(rank), words, judged=False)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
                 else:
                     self._take_goodbye(peer, rank, printable(words.what))
@@ -268,10 +268,10 @@ class CoordinatorProtocol:
 
     def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
         """Handle the end of a worker: ``failed`` has its own last words, or what its agent says about it."""
-        verdict = verdicts.verdict_about(self.roll_call.info(rank), failed.words, judged=failed.judged)
+        verdict = verdict_words.verdict_about(self.roll_call.info(rank), failed.words, judged=failed.judged)
         if self.recovery.works(rank):
             broken_at = printable(failed.broken_at) if failed.broken_at is not None else None
-            crashed = failed.judged and verdict.exit_code - 128 in verdicts.CRASHES
+            crashed = failed.judged and verdict.exit_code - 128 in verdict_words.CRASHES
             in_a_collective = crashed or failed.in_a_collective
             self._watch.take_failure(verdict, broken_at, self.recovery.now, in_a_collective=in_a_collective)
             return
@@ -303,7 +303,7 @@ class CoordinatorProtocol:
             why=traceback_of(error),
             next=f"{self.run.start_again}\nthis is a mistake in ddp_manual and worth reporting",
         )
-        self._watch.end_of_work.end_the_run(verdicts.verdict_about(self.roll_call.rank_0, LastWords.of(broke)))
+        self._watch.end_of_work.end_the_run(verdict_words.verdict_about(self.roll_call.rank_0, LastWords.of(broke)))
 
     def _look_around(self, now: float) -> None:
         passed, self._ticked = now - self._ticked, now

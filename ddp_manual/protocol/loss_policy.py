@@ -17,7 +17,7 @@ from ddp_manual.errors import MasterLost, PeerLost
 from ddp_manual.held_state_memory import Moment
 from ddp_manual.on_rank_loss import SHRINK
 from ddp_manual.protocol.heartbeat_times import silent_after
-from ddp_manual.protocol.verdicts import verdict_about
+from ddp_manual.protocol.verdict_words import verdict_about
 from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wording import as_ranges, counted, in_words

@@ -1,7 +1,7 @@
 """Rank 0 watches the ranks that have joined: from heartbeats and last words it decides when a rank is lost or to blame.
 
 Nothing here waits: messages, ticks and the time are passed in, and an ``Inquiry`` calls what the replies of agents
-decide. ``end_or_begin_anew.py`` decides what a loss leads to, ``verdicts.py`` has most of the words.
+decide. ``end_or_begin_anew.py`` decides what a loss leads to, ``verdict_words.py`` has most of the words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.search_for_mismatch import DO_CALLS_DIFFER, MismatchSearch
 from ddp_manual.protocol.stalls import Stall
-from ddp_manual.protocol.verdicts import closed_because, lost_rank, one_per_place, stalled, verdict_about
+from ddp_manual.protocol.verdict_words import closed_because, lost_rank, one_per_place, stalled, verdict_about
 from ddp_manual.protocol.watched_rank import began_fewer
 from ddp_manual.ranks_and_runs import Beat, LastWords, RankInfo, Verdict
 from ddp_manual.text_wrapping import whole

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ddp_manual import messages
 from ddp_manual.errors import DdpManualError, MasterLost, PeerLost
 from ddp_manual.on_rank_loss import LEAVE, WAIT
-from ddp_manual.protocol import verdicts
+from ddp_manual.protocol import verdict_words
 from ddp_manual.protocol.compatibility import mismatch
 from ddp_manual.protocol.handshakes import Handshakes, Peer
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
@@ -141,7 +141,7 @@ class Meeting:
         if self._watch.end_of_work.failure is not None:
             return
         about = next(iter(self._roll_call.infos()), self._roll_call.rank_0)
-        self._watch.end_of_work.failure = verdicts.verdict_about(about, LastWords.of(error))
+        self._watch.end_of_work.failure = verdict_words.verdict_about(about, LastWords.of(error))
         for peer in [*self._peers.values(), *self._handshakes.claims]:
             self._handshakes.refuse(peer, error)
         self._roll_call.end()

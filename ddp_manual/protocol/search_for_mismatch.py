@@ -16,7 +16,7 @@ from ddp_manual.protocol.collective_comparison import Comparison, Look, Seen
 from ddp_manual.protocol.end_or_begin_anew import EndOfWork, Loss
 from ddp_manual.protocol.inquiries import STACKS, Inquiries
 from ddp_manual.protocol.roll_call import RollCall
-from ddp_manual.protocol.verdicts import verdict_about, with_last_collectives
+from ddp_manual.protocol.verdict_words import verdict_about, with_last_collectives
 from ddp_manual.ranks_and_runs import LastWords, more_seconds
 
 # An agent whose worker has failed waits longer than this for a verdict, even if rank 0 has to ask twice.

@@ -1,7 +1,7 @@
 """With which error a rank ends: that of its own worker, of a signal, of another rank, or what rank 0 has judged.
 
 Whoever knows better is waited for: rank 0, which hears of all ranks, and a worker that may fail as another rank has.
-``verdicts.py`` has most of the words.
+``verdict_words.py`` has most of the words.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.errors import CollectiveMismatch, DdpManualError, PeerLost, PeerStalled, Stopped
 from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.protocol import states, verdicts
+from ddp_manual.protocol import states, verdict_words
 from ddp_manual.protocol.stop_signals import StopSignals
 from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.ranks_and_runs import LastWords, Verdict, more_seconds
@@ -43,7 +43,7 @@ class Explanation:
             stopped: the seconds for which this process was stopped just before; 0 if it was not.
         """
         rank, work = self._rank, self._rank.work
-        error = verdicts.error_for(rank.number, verdict)
+        error = verdict_words.error_for(rank.number, verdict)
         ours, own = verdict.rank == rank.number, work.own_words
         if verdict.judged:
             is_of_this_rank = ours and error.what.startswith(f"rank {rank.number} ")  # it may be the one that waits
@@ -86,7 +86,7 @@ class Explanation:
         assert rank.run is not None
         before = "" if isinstance(rank.state, states.Working) else " before all ranks had joined"
         why = f"its connection to this rank ended{before}: {reason}"
-        lost = verdicts.rank_0_lost(rank.run, self._shell.worker.beat, "is gone without a word", why)
+        lost = verdict_words.rank_0_lost(rank.run, self._shell.worker.beat, "is gone without a word", why)
         # If a collective has broken too, that follows from the loss of rank 0.
         self._shell.fail(lost if work.own_words is None or work.has_broken else work.own_words)
 
@@ -99,7 +99,7 @@ class Explanation:
 
     def run_expires(self, verdict: Verdict) -> None:
         """Note why all ranks stop after one more step: nobody has taken the seat of a lost rank in time."""
-        self._expired = verdicts.error_for(self._rank.number, verdict)
+        self._expired = verdict_words.error_for(self._rank.number, verdict)
         self._signals.asked = self._signals.asked or signal.SIGTERM
         why = self._expired.why.splitlines()[-1]
         self._shell.log(f"{why}: all that are here go on for a step, save a checkpoint, and stop")
@@ -145,10 +145,10 @@ class Explanation:
         rank, worker = self._rank, self._shell.worker
         info = replace(self._shell.info, pid=worker.pid)
         oom, stack, replaced = worker.ran_out_of_memory, worker.crash_stack, rank.work.is_replaced
-        verdict = verdicts.lost(
+        verdict = verdict_words.lost(
             info, worker.beat, rank.again, status=worker.status, oom=oom, stack=stack, replaced=replaced
         )
-        error = verdicts.error_for(rank.number, verdict)
+        error = verdict_words.error_for(rank.number, verdict)
         if rank.work.words_of_another == PeerLost.identifier:  # the other rank has only lost its connection to this one
             self._shell.fail(error)
         else:
@@ -159,9 +159,9 @@ class Explanation:
         info, rank = self._shell.info, self._rank
         what = f"cannot start another worker: {error.strerror}"
         next = f"look at the limits of {info.host}: ulimit -a, free\nthen {rank.again}"
-        verdict = verdicts.lost_rank(info, what, why="its worker was to be replaced", next=next)
+        verdict = verdict_words.lost_rank(info, what, why="its worker was to be replaced", next=next)
         failed = messages.Failed(verdict.words, judged=True)
-        self._ask_for_verdict(failed, verdicts.error_for(rank.number, verdict))
+        self._ask_for_verdict(failed, verdict_words.error_for(rank.number, verdict))
 
     def _ask_for_verdict(self, failed: messages.Failed, error: DdpManualError) -> None:
         """Tell the coordinator why this rank ends, and end with its verdict; with ``error`` if no verdict comes."""
@@ -177,7 +177,7 @@ class Explanation:
         if failed.broken_at is not None:  # only the other ranks can explain a broken collective
             why = f"in this rank {error.what}"
             what = f"has not said within {within:.1f} s which rank is to blame"
-            lost = verdicts.rank_0_lost(rank.run, self._shell.worker.beat, what, why)
+            lost = verdict_words.rank_0_lost(rank.run, self._shell.worker.beat, what, why)
             rank.later(within, partial(self.give_rank_0_up, lost))
         else:
             rank.later(within, partial(self._shell.fail, error))

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from ddp_manual.from_worker import Progress
-from ddp_manual.protocol import verdicts
+from ddp_manual.protocol import verdict_words
 from ddp_manual.protocol.health import SLOW_FOR, Health
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.stalls import Stall
@@ -100,8 +100,8 @@ def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_per_line_an
         beats = {rank: training(7, 8, inside=True, place=place) for rank, place in enumerate(places)}
         infos = [RankInfo(rank=rank, world_size=len(places), host="vm", pid=10 + rank) for rank in range(len(places))]
         stall = Stall(waiting=list(beats), behind=[], seconds=300.0, fewer=fewer)
-        stacks = {rank: f"stack {rank}" for rank in verdicts.one_per_place(stall, beats)}
-        return verdicts.error_for(0, verdicts.stalled(infos, stall, beats, stacks, "again")).render()
+        stacks = {rank: f"stack {rank}" for rank in verdict_words.one_per_place(stall, beats)}
+        return verdict_words.error_for(0, verdict_words.stalled(infos, stall, beats, stacks, "again")).render()
 
     same = named("train.py:1 in f", "train.py:1 in f", "train.py:1 in f")
     assert "stack 0" in same and "stack 2" not in same and "if rank == 0" not in same

@@ -21,7 +21,7 @@ from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.attempts import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.this_host import Ranks, prepared
-from ddp_manual.protocol.verdicts import error_for, lost_rank
+from ddp_manual.protocol.verdict_words import error_for, lost_rank
 from ddp_manual.rank_output import RankOutput, copy
 from ddp_manual.ranks_and_runs import RankInfo
 from ddp_manual.run_folder import RunPaths, own_run_dir
