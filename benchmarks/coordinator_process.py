@@ -48,8 +48,8 @@ from ddp_manual.messages import (
     read_from_rank_0,
 )
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
-from ddp_manual.protocol.loss_policy import LossPolicy
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
 from ddp_manual.wire import LONGEST_ANSWER
 
 JOIN_TIMEOUT = 120.0
@@ -137,7 +137,7 @@ def figures() -> dict[str, float]:
 async def serve(ranks: int, nonce: str, token: str | None) -> None:
     allow_many_connections()
     coordinator = Coordinator(
-        run_info(ranks), rank_infos(ranks)[0], seal(token), nonce, JOIN_TIMEOUT, LossPolicy(0, "")
+        run_info(ranks), rank_infos(ranks)[0], seal(token), nonce, JOIN_TIMEOUT, WaitOrShrink(0, "")
     )
     listener = socket.create_server((LOOPBACK, 0), backlog=4096)
     await coordinator.serve(listener)

@@ -24,8 +24,8 @@ from ddp_manual.messages import FromRank, FromStranger, Heartbeat, read_from_str
 from ddp_manual.process_status import process_stat, stopped_by
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import LONGEST_HELLO, Peer
-from ddp_manual.protocol.loss_policy import LossPolicy
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
 from ddp_manual.ranks_and_runs import RankInfo, RunInfo, RunSoFar
 from ddp_manual.run_folder import holds_another_run, own_run_dir
 from ddp_manual.wording import as_ranges, in_words
@@ -56,7 +56,7 @@ class Coordinator:
     """Accepts connections from ``serve`` until ``close``. See ``CoordinatorProtocol`` for the arguments."""
 
     def __init__(
-        self, run: RunInfo, rank_0: RankInfo, seal: Seal, own_nonce: str, join_timeout: float, policy: LossPolicy
+        self, run: RunInfo, rank_0: RankInfo, seal: Seal, own_nonce: str, join_timeout: float, policy: WaitOrShrink
     ) -> None:
         self.protocol = CoordinatorProtocol(
             *(run, rank_0, seal, own_nonce, join_timeout, policy, time.monotonic()),

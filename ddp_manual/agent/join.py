@@ -34,11 +34,11 @@ from ddp_manual.errors import DdpManualError, TokenMismatch
 from ddp_manual.join_steps import Step, Steps
 from ddp_manual.protocol.collective_variables import collective_variables
 from ddp_manual.protocol.compatibility import other_version
-from ddp_manual.protocol.loss_policy import LossPolicy
 from ddp_manual.protocol.missing_ranks import advice_for, all_here, missing_ranks_error, situation
 from ddp_manual.protocol.program_arguments import named_arguments
 from ddp_manual.protocol.search_for_rank_0 import Search
 from ddp_manual.protocol.token_proof import Seal, Unsealed
+from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
 from ddp_manual.ranks_and_runs import RankInfo, RunInfo, RunSoFar
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
@@ -300,7 +300,7 @@ class Join:
             step.detail = at(address, port)
         info = await self._describe_this_rank(address)
         run = self._task.describe_run(spec, info, address, self._command_for(None))
-        policy = LossPolicy(spec.max_restarts, shrink_command(self._spec), self._task.run_dir)
+        policy = WaitOrShrink(spec.max_restarts, shrink_command(self._spec), self._task.run_dir)
         self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, policy)
         await self.coordinator.serve(listener)
         self._log(f"listening at {step.detail}")

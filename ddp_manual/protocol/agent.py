@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.errors import DdpManualError
 from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.protocol import states, verdict_words
+from ddp_manual.protocol import how_a_worker_ended, states, verdict_words
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
 from ddp_manual.protocol.stop_signals import Handling, StopSignals
@@ -170,7 +170,7 @@ class AgentProtocol:
                 self._shell.log(f"{self._name} {how}, and nothing watches over them; ddp_manual.spawn starts ranks")
             case from_worker.Replaced() if rank.number == 0 and rank.spec.world_size > 1:
                 rank.work.is_replaced = True
-                self._shell.log(f"{verdict_words.STORE_REPLACED}; {verdict_words.WITHOUT_PYTHON}")
+                self._shell.log(f"{how_a_worker_ended.STORE_REPLACED}; {how_a_worker_ended.WITHOUT_PYTHON}")
             case from_worker.ProgramBegins():
                 self.signals.program_begins()
             case from_worker.TakesStops():

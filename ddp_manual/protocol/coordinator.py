@@ -1,8 +1,8 @@
 """The coordinator, a part of rank 0's agent, without its connections: what follows from each message of a rank or an
 observer, from the end of a connection, and from the time.
 
-``meeting.py`` decides who is a rank and when all go on, ``lost_or_to_blame.py`` when one is lost, ``recovery.py`` how
-all begin anew after that. ``agent/coordinator.py`` reads and writes.
+``wait_for_all_ranks.py`` decides who is a rank and when all go on, ``lost_or_to_blame.py`` when one is lost, and
+``recovery.py`` how all begin anew after that. ``agent/coordinator.py`` reads and writes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from msgspec.structs import asdict, replace
 
 from ddp_manual import messages
 from ddp_manual.errors import DdpManualError, MasterLost, Stopped, traceback_of
-from ddp_manual.protocol import verdict_words
+from ddp_manual.protocol import how_a_worker_ended, verdict_words
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.inquiries import STACKS
-from ddp_manual.protocol.loss_policy import LossPolicy
 from ddp_manual.protocol.lost_or_to_blame import Watch
-from ddp_manual.protocol.meeting import RUN_IS_OVER, Meeting
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.roll_call_states import Gathering
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.protocol.wait_for_all_ranks import RUN_IS_OVER, Meeting
+from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
 from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Verdict, named_from_outside
 from ddp_manual.wire import LONGEST_ANSWER, Unreadable, encode, printable
 from ddp_manual.wording import as_ranges
@@ -60,7 +60,7 @@ class CoordinatorProtocol:
         seal: Seal,
         own_nonce: str,
         join_timeout: float,
-        policy: LossPolicy,
+        policy: WaitOrShrink,
         now: float,
         *,
         own_addresses: Sequence[str],
@@ -271,7 +271,7 @@ class CoordinatorProtocol:
         verdict = verdict_words.verdict_about(self.roll_call.info(rank), failed.words, judged=failed.judged)
         if self.recovery.works(rank):
             broken_at = printable(failed.broken_at) if failed.broken_at is not None else None
-            crashed = failed.judged and verdict.exit_code - 128 in verdict_words.CRASHES
+            crashed = failed.judged and verdict.exit_code - 128 in how_a_worker_ended.CRASHES
             in_a_collective = crashed or failed.in_a_collective
             self._watch.take_failure(verdict, broken_at, self.recovery.now, in_a_collective=in_a_collective)
             return

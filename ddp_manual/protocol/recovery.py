@@ -1,8 +1,8 @@
 """How ranks begin anew after a loss, on rank 0: whose seat is free, whose worker is replaced, and when the others go on
 without a rank.
 
-``lost_or_to_blame.py`` decides who is lost, ``loss_policy.py`` whether the others wait for it and from which state they
-go on.
+``lost_or_to_blame.py`` decides who is lost, ``wait_or_shrink.py`` whether the others wait for it, and from which state
+they go on.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from ddp_manual import messages
 from ddp_manual.protocol.end_or_begin_anew import BROKEN, OWN_CODE, SILENT, Loss
 from ddp_manual.protocol.handshakes import Peer
-from ddp_manual.protocol.loss_policy import LossPolicy
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.roll_call_states import Working
 from ddp_manual.protocol.stop_step import StopStep
+from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
 from ddp_manual.ranks_and_runs import RunInfo, Verdict
 
 
@@ -31,7 +31,7 @@ class Recovery:
         now: rank 0's monotonic clock, in seconds.
     """
 
-    def __init__(self, roll_call: RollCall, policy: LossPolicy, now: float) -> None:
+    def __init__(self, roll_call: RollCall, policy: WaitOrShrink, now: float) -> None:
         self.policy = policy
         self.peers: dict[int, Peer] = {}
         """Rank -> its connection."""

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.errors import CollectiveMismatch, DdpManualError, PeerLost, PeerStalled, Stopped
 from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.protocol import states, verdict_words
+from ddp_manual.protocol import how_a_worker_ended, states, verdict_words
 from ddp_manual.protocol.stop_signals import StopSignals
 from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.ranks_and_runs import LastWords, Verdict, more_seconds
@@ -145,7 +145,7 @@ class Explanation:
         rank, worker = self._rank, self._shell.worker
         info = replace(self._shell.info, pid=worker.pid)
         oom, stack, replaced = worker.ran_out_of_memory, worker.crash_stack, rank.work.is_replaced
-        verdict = verdict_words.lost(
+        verdict = how_a_worker_ended.lost(
             info, worker.beat, rank.again, status=worker.status, oom=oom, stack=stack, replaced=replaced
         )
         error = verdict_words.error_for(rank.number, verdict)

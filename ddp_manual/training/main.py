@@ -16,7 +16,6 @@ from ddp_manual.training import checkpoint_files, checkpoint_state, held_state, 
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
 from ddp_manual.training.data_memory import bring_to, check_host_memory
 from ddp_manual.training.datasets import source_of
-from ddp_manual.training.evaluation import Predictions
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_factory import is_own_factory
 from ddp_manual.training.same_on_all_ranks import agree_on_options, compare_data
@@ -103,88 +102,20 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
         config = config.resumed()  # used if no rank holds a state
     folder = checkpoint_state.held_run_dir(config, paths, again=world.generation > 0) if on_rank_0 else nullcontext()
     with folder, signal_handlers.ignore_save(), ExitStack() as until_finished:
-        # Load.
-        data = _load(world, config)
-
-        # Build.
-        files = None
-        if on_rank_0:
-            trackers = Trackers(config.trackers)
-            # After this rank has left, so that no rank waits for an upload.
-            world.until_left.callback(trackers.close)
-            files = RunFiles(paths, keep=config.keep, trackers=trackers)
-        if leaves:  # called before trackers.close: a signal during an upload must not make the run a failure
-            world.until_left.callback(signal_handlers.leave_signals_to_the_agent)
-        shape, classes = data.train.shape, len(data.train.classes)
-        network = models.build(
-            config.model, device=world.device, seed=config.seed, shape=shape, classes=classes, sync_bn=config.sync_bn
-        )
-        fewest = models.fewest_samples(config.model, network, world.device, shape, classes, with_ddp=not config.no_ddp)
-        trainer = Trainer(world, config, network, data, fewest_samples=fewest, files=files)
-        plan = trainer.epoch_plan
-        if config.global_batch_size not in (None, plan.batch):
-            shared = f"--global_batch_size {config.global_batch_size} cannot be divided over {world.world_size} ranks"
-            logger.log(level, "%s: a step takes %s until all are here again", shared, counted(plan.batch, "sample"))
-
-        # Resume.
-        if world.held is not None and world.state_from is not None:
-            resumed = trainer.go_on(held_state.share(world.held, world.state_from, world.device))
-        else:
-            resumed = checkpoint_state.resume(paths, trainer)
-        if world.run_dir_is_own:  # now that rank 0 has locked the folder, and goes on with its content
-            paths.set_failures_aside(world.spec.rank, world.spec.world_size if on_rank_0 else None)
-        was_complete = trainer.ended
-        summary = write_run_files.earlier_summary(paths, config.epochs) if was_complete and on_rank_0 else None
-        if files is not None:
-            if config.resume is not None or world.generation:
-                files.rewind(trainer.position, trainer.history, network, complete=was_complete)
-            # Save if the run begins with another run's checkpoint, or a rank was lost before the epoch's was written.
-            at_an_end = not trainer.position.taken and plan.saves_epoch(trainer.position)
-            saves = resumed and (at_an_end or not world.generation)
-            if saves and not checkpoint_files.holds(paths.checkpoints, trainer.position.step):
-                trainer.save()
-            settings = write_run_files.settings(world, paths, trainer)
-            if summary is None or not paths.config.exists():
-                files.start(settings, data.train)
-            if summary is None:  # otherwise an earlier process's trackers have followed the run to its end
-                files.follow(settings)
-
+        trainer = _build(world, config, _load(world, config), paths, level, leaves=leaves)
+        summary, was_complete = _resume(world, trainer, paths)
         if was_complete:
             logger.log(level, "the run is complete: it has trained for %s", counted(config.epochs, "epoch"))
+            classes = len(trainer.data.train.classes)
             missing = summary is None or not write_run_files.predictions_are_there(paths.predictions, classes)
             if world.gather(missing)[0]:
-                _write_predictions(trainer, trainer.predict())
+                trainer.write_predictions(trainer.predict())
         else:
-            # Train, evaluate, save.
-            logger.log(
-                level if world.state_from is None else logging.DEBUG,
-                "training %s on %s of %s: %s of %s, %s per rank and step, learning rate %g",
-                *(config.model, counted(len(data.train), "image"), config.dataset),
-                *(counted(config.epochs, "epoch"), counted(plan.steps_per_epoch, "step")),
-                *(counted(trainer.batch_size, "sample"), trainer.learning_rate.peak),
-            )
-            steps, done = plan.steps(trainer.position), trainer.position.step
             # Take signals until the summary is written: otherwise a Ctrl-C before that fails a complete run.
             taking = world.take_stops()
             (world.until_left if leaves else until_finished).enter_context(taking)
-            with progress_bar.progress(steps, done=done, shown=on_rank_0) as lines:
-                while not trainer.ended:
-                    save = trainer.train_epoch(lines)
-                    if not plan.epoch_ended(trainer.position):
-                        raise _stopped(world, trainer, paths, how_to_resume)
-                    predictions = trainer.evaluate()
-                    save |= any(world.gather(world.save_is_asked()))
-                    # Write the checkpoint first: all other files can be rebuilt from it.
-                    if trainer.is_stopped or save or plan.saves_epoch(trainer.position):
-                        trainer.save()
-                    trainer.write(lambda files: files.add_evaluation(trainer))
-                    _write_predictions(trainer, predictions)
-                    if trainer.is_stopped and not trainer.ended:
-                        world.gather(None)  # until rank 0 has saved
-                        raise _stopped(world, trainer, paths, how_to_resume)
+            _train_to_the_end(world, trainer, paths, how_to_resume)
             world.stop_heeding_signals()
-
-        # Finish.
         if summary is None:
             summary = write_run_files.summary(world, paths, trainer)
             trainer.write(lambda files: files.finish(summary))
@@ -214,9 +145,79 @@ def _load(world: World, config: TrainConfig) -> Data:
     return Data(train, test, normalise)
 
 
-def _write_predictions(trainer: Trainer, predictions: Predictions | None) -> None:
-    if predictions is not None:
-        trainer.write(lambda files: files.write_predictions(trainer.position, predictions))
+def _build(world: World, config: TrainConfig, data: Data, paths: RunPaths, level: int, *, leaves: bool) -> Trainer:
+    """Build the network, and on rank 0 what writes the run's files and follows it."""
+    files = None
+    if world.rank == 0:
+        trackers = Trackers(config.trackers)
+        # After this rank has left, so that no rank waits for an upload.
+        world.until_left.callback(trackers.close)
+        files = RunFiles(paths, keep=config.keep, trackers=trackers)
+    if leaves:  # called before trackers.close: a signal during an upload must not make the run a failure
+        world.until_left.callback(signal_handlers.leave_signals_to_the_agent)
+    shape, classes = data.train.shape, len(data.train.classes)
+    network = models.build(
+        config.model, device=world.device, seed=config.seed, shape=shape, classes=classes, sync_bn=config.sync_bn
+    )
+    fewest = models.fewest_samples(config.model, network, world.device, shape, classes, with_ddp=not config.no_ddp)
+    trainer = Trainer(world, config, network, data, fewest_samples=fewest, files=files)
+    batch = trainer.epoch_plan.batch
+    if config.global_batch_size not in (None, batch):
+        shared = f"--global_batch_size {config.global_batch_size} cannot be divided over {world.world_size} ranks"
+        logger.log(level, "%s: a step takes %s until all are here again", shared, counted(batch, "sample"))
+    return trainer
+
+
+def _resume(world: World, trainer: Trainer, paths: RunPaths) -> tuple[dict[str, Any] | None, bool]:
+    """Go on from the state that a rank holds, or from a checkpoint, if there is one; begin the run's files, or go on
+    with them.
+
+    Returns:
+        On rank 0 the summary of a run that was complete before, if it is there; and whether it was complete.
+    """
+    config, files, plan, on_rank_0 = trainer.config, trainer.files, trainer.epoch_plan, world.rank == 0
+    if world.held is not None and world.state_from is not None:
+        resumed = trainer.go_on(held_state.share(world.held, world.state_from, world.device))
+    else:
+        resumed = checkpoint_state.resume(paths, trainer)
+    if world.run_dir_is_own:  # now that rank 0 has locked the folder, and goes on with its content
+        paths.set_failures_aside(world.spec.rank, world.spec.world_size if on_rank_0 else None)
+    was_complete = trainer.ended
+    summary = write_run_files.earlier_summary(paths, config.epochs) if was_complete and on_rank_0 else None
+    if files is not None:
+        if config.resume is not None or world.generation:
+            files.rewind(trainer.position, trainer.history, trainer.network, complete=was_complete)
+        # Save if the run begins with another run's checkpoint, or a rank was lost before the epoch's was written.
+        at_an_end = not trainer.position.taken and plan.saves_epoch(trainer.position)
+        saves = resumed and (at_an_end or not world.generation)
+        if saves and not checkpoint_files.holds(paths.checkpoints, trainer.position.step):
+            trainer.save()
+        settings = write_run_files.settings(world, paths, trainer)
+        if summary is None or not paths.config.exists():
+            files.start(settings, trainer.data.train)
+        if summary is None:  # otherwise an earlier process's trackers have followed the run to its end
+            files.follow(settings)
+    return summary, was_complete
+
+
+def _train_to_the_end(world: World, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> None:
+    """Say what is trained, and train, with a progress bar on rank 0.
+
+    Raises:
+        Stopped: a signal has stopped all ranks after the same step.
+    """
+    config, plan, on_rank_0 = trainer.config, trainer.epoch_plan, world.rank == 0
+    logger.log(
+        logging.INFO if on_rank_0 and world.state_from is None else logging.DEBUG,
+        "training %s on %s of %s: %s of %s, %s per rank and step, learning rate %g",
+        *(config.model, counted(len(trainer.data.train), "image"), config.dataset),
+        *(counted(config.epochs, "epoch"), counted(plan.steps_per_epoch, "step")),
+        *(counted(trainer.batch_size, "sample"), trainer.learning_rate.peak),
+    )
+    steps, done = plan.steps(trainer.position), trainer.position.step
+    with progress_bar.progress(steps, done=done, shown=on_rank_0) as lines:
+        if not trainer.train(lines):
+            raise _stopped(world, trainer, paths, how_to_resume)
 
 
 def _stopped(world: World, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> Stopped:

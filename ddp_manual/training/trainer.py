@@ -151,6 +151,28 @@ class Trainer:
         samples = seen - self.epoch_plan.seen(self._began)
         return samples / (self.meter.seconds - self._seconds_before) if samples else seen / self.meter.seconds
 
+    def train(self, lines: progress_bar.ProgressLines) -> bool:
+        """Train, evaluate and save, epoch after epoch; return False if a signal has stopped all ranks before the end.
+
+        Raises:
+            TrainingFailed, ReplicasDiffer: as ``train_epoch``.
+        """
+        while not self.ended:
+            save = self.train_epoch(lines)
+            if not self.epoch_plan.epoch_ended(self.position):
+                return False
+            predictions = self.evaluate()
+            save |= any(self._world.gather(self._world.save_is_asked()))
+            # Write the checkpoint first: all other files can be rebuilt from it.
+            if self.is_stopped or save or self.epoch_plan.saves_epoch(self.position):
+                self.save()
+            self.write(lambda files: files.add_evaluation(self))
+            self.write_predictions(predictions)
+            if self.is_stopped and not self.ended:
+                self._world.gather(None)  # until rank 0 has saved
+                return False
+        return True
+
     def train_epoch(self, lines: progress_bar.ProgressLines) -> bool:
         """Train to the end of the epoch, or to the step where a signal stops all ranks; a checkpoint is then on disk.
 
@@ -161,15 +183,13 @@ class Trainer:
             TrainingFailed: the loss is not finite, or a step did not use all parameters. ReplicasDiffer: the ranks'
                 parameters or optimizer states differ, and ``check_replicas`` is given; on every rank.
         """
-        config, plan, meter, train, position = self.config, self.epoch_plan, self.meter, self.data.train, self.position
+        config, plan, meter, position = self.config, self.epoch_plan, self.meter, self.position
         if plan.epoch_ended(position):  # a rank was lost before the evaluation, and is back
             return False
         self._progress(phase="training", epoch=position.epoch + 1, steps=plan.steps(position))
         self._progress.step_seconds = 0.0
         meter.begin(position.step)
-        drawn = {"seed": config.seed, "epoch": position.epoch}
-        order = sampling.epoch_order(len(train), **drawn).to(train.images.device)
-        augmented = Augmentation.draw(len(train), shift=config.shift, flip=config.flip, device=self.device, **drawn)
+        order, augmented = self._draw_epoch(position.epoch)
         sync_at = position.step + steps_until_sync(meter.seconds_per_step)
         while True:
             meter.own_work.start()
@@ -177,17 +197,10 @@ class Trainer:
             position = plan.after_a_step(position)
             taking = position.taken - start
             lr = self.learning_rate.lr(seen, taking)
-            samples = sampling.share(
-                order, start=start, stop=position.taken, rank=self.rank, world_size=self.world_size
-            )
-            counted = len(samples)
-            samples = sampling.at_least(self._fewest_samples, samples, order, stop=position.taken)
-            images, labels, samples = train.batch(samples)
-            images = self.data.normalise(augmented(images, samples))
-            # A rank without samples still computes a loss, because DDP needs its gradients; weight 0 cancels them.
-            labels = labels[: counted or None]
+            images, labels, counted = self._share_of_step(order, augmented, start, position.taken)
             self._seed(seen)
-            # DDP takes the mean over the ranks; the weight makes it the mean over the samples, where shares differ.
+            # DDP takes the mean over the ranks; the weight makes it the mean over the samples, where shares differ, and
+            # 0 for a rank without samples.
             loss, scores = self._train_step(images, labels, lr, counted * self.world_size / taking)
             self.position = position
             self.hold()
@@ -210,14 +223,7 @@ class Trainer:
             if self._holder is not None:
                 self._holder.choose(meter.slowest_hold, meter.seconds_per_step)
             self._progress.step_seconds = meter.own_work.mean
-            metrics = meter.read(step=position.step, epoch=position.epoch + 1, lr=lr)
-            lines.say(self._in_words(metrics), passes=not logs)
-            if logs:
-                meter.window = Window()
-                self._training_loss = metrics.loss
-                self._progress.samples_per_second = metrics.samples_per_second / self.world_size
-                if self.files is not None:
-                    self.files.add_metrics(metrics)
+            self._say_metrics(lines, lr, logs=logs)
             if plan.epoch_ended(position):
                 return save
             if saves:
@@ -226,6 +232,36 @@ class Trainer:
                 meter.begin(position.step)
             if stops:
                 return False
+
+    def _draw_epoch(self, epoch: int) -> tuple[Tensor, Augmentation]:
+        """Return the order of the samples in an epoch, and how each is changed; all ranks draw the same."""
+        config, train, drawn = self.config, self.data.train, {"seed": self.config.seed, "epoch": epoch}
+        order = sampling.epoch_order(len(train), **drawn).to(train.images.device)
+        shift, flip = config.shift, config.flip
+        return order, Augmentation.draw(len(train), shift=shift, flip=flip, device=self.device, **drawn)
+
+    def _share_of_step(
+        self, order: Tensor, augmented: Augmentation, start: int, stop: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Return this rank's images and labels of the samples that all ranks take from ``start`` to ``stop``, and how
+        many of them count: without any it still computes a loss, because DDP needs its gradients."""
+        samples = sampling.share(order, start=start, stop=stop, rank=self.rank, world_size=self.world_size)
+        counted = len(samples)
+        samples = sampling.at_least(self._fewest_samples, samples, order, stop=stop)
+        images, labels, samples = self.data.train.batch(samples)
+        return self.data.normalise(augmented(images, samples)), labels[: counted or None], counted
+
+    def _say_metrics(self, lines: progress_bar.ProgressLines, lr: float, *, logs: bool) -> None:
+        """Show what was measured since the last line of metrics; with ``logs`` this is such a line."""
+        position, meter = self.position, self.meter
+        metrics = meter.read(step=position.step, epoch=position.epoch + 1, lr=lr)
+        lines.say(self._in_words(metrics), passes=not logs)
+        if logs:
+            meter.window = Window()
+            self._training_loss = metrics.loss
+            self._progress.samples_per_second = metrics.samples_per_second / self.world_size
+            if self.files is not None:
+                self.files.add_metrics(metrics)
 
     def _train_step(self, images: Tensor, labels: Tensor, lr: float, weight: float) -> tuple[Tensor, Tensor]:
         for group in self.optimizer.param_groups:
@@ -336,6 +372,10 @@ class Trainer:
         if self.files is not None:
             with self._world.saving():
                 write(self.files)
+
+    def write_predictions(self, predictions: Predictions | None) -> None:
+        if predictions is not None:
+            self.write(lambda files: files.write_predictions(self.position, predictions))
 
     def _check_parameters(self) -> None:
         """Raise TrainingFailed if training has diverged; the same on all ranks.

@@ -19,8 +19,8 @@ from ddp_manual.protocol.agent import LEAVE_TIMEOUT
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.heartbeat_times import silent_after
-from ddp_manual.protocol.loss_policy import SURVIVORS_WITHIN
 from ddp_manual.protocol.this_rank import ThisRank
+from ddp_manual.protocol.wait_or_shrink import SURVIVORS_WITHIN
 from tests.simulation.plan import OF_LINKS, SILENT
 from tests.simulation.virtual_time import EPOCH
 from tests.simulation.worker import AT_WORK, LEFT, Program, SimulatedWorker

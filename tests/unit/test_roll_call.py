@@ -21,11 +21,11 @@ from ddp_manual.messages import Claim, Heartbeat, Hello, Look, News, Question, R
 from ddp_manual.protocol.compatibility import mismatch, mismatch_when_ready
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
-from ddp_manual.protocol.loss_policy import LossPolicy
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import targets
 from ddp_manual.protocol.roll_call import MOST_REFUSALS, RollCall
 from ddp_manual.protocol.token_proof import Seal
+from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
 from ddp_manual.ranks_and_runs import RankInfo, Ready
 from ddp_manual.wire import Unreadable, decode
 from ddp_manual.wording import as_ranges, in_words
@@ -217,7 +217,7 @@ class Rank0:
         outside: Any = mock.MagicMock()
         self.stopped = outside.stopped
         self.decides = CoordinatorProtocol(
-            *(RUN, info(0, "a"), Seal(None), "rank 0's", WITHIN, LossPolicy(0, ""), 0.0),
+            *(RUN, info(0, "a"), Seal(None), "rank 0's", WITHIN, WaitOrShrink(0, ""), 0.0),
             own_addresses=[],
             folder_of=outside.folder_of,
             show=outside.show,

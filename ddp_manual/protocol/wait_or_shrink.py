@@ -49,7 +49,7 @@ class Pause:
         return self.has_judged and self.said != ""
 
 
-class LossPolicy:
+class WaitOrShrink:
     """What happens to the seats of a run.
 
     Args:

@@ -20,7 +20,7 @@ from ddp_manual.held_state_memory import HeldMemory, Moment
 from ddp_manual.memory_cgroup import memory_left
 from ddp_manual.messages import Losses, Placed
 from ddp_manual.on_rank_loss import WAIT
-from ddp_manual.protocol.loss_policy import MOST_WITHOUT_A_STEP, LossPolicy
+from ddp_manual.protocol.wait_or_shrink import MOST_WITHOUT_A_STEP, WaitOrShrink
 from ddp_manual.ranks_and_runs import Place, RankInfo, Verdict
 from ddp_manual.run_folder import holds_another_run
 from ddp_manual.training import held_state
@@ -42,8 +42,8 @@ def placed(rank: int) -> Placed:
     return Placed(place, ("10.0.0.1", 1), 0, holds=True, state_from=None, losses=Losses(0, 0.0), run=KEEPS)
 
 
-def begun() -> LossPolicy:
-    policy = LossPolicy(max_restarts=2, shrink="ddp-manual status --shrink")
+def begun() -> WaitOrShrink:
+    policy = WaitOrShrink(max_restarts=2, shrink="ddp-manual status --shrink")
     assert policy.complete(KEEPS, here(0, 1, 2), 0.0) is None
     return policy
 
