@@ -15,8 +15,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual.errors import DdpManualError
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.world_options import WorldSpec
 
 if TYPE_CHECKING:
     from ddp_manual.launch.spawn import spawn

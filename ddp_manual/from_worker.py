@@ -181,7 +181,9 @@ class GroupClosed(Message):
     begun: int | None
     """How many collectives it has begun there, as torch counts them; None if they are not countable."""
     raised: str = ""
-    """The exception that was being handled, or that is about to end the program; "" if there was none."""
+    """If it is the default group: the exception that was being handled, or that is about to end the program."""
+    broken: bool = False
+    """Whether that was the exception of a collective which had broken: other ranks had taken part no more."""
 
 
 class NotCompared(Message):

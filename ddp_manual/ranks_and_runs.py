@@ -184,7 +184,9 @@ class Beat(Checked):
     """Process group -> number, chain, number, chain, ... of its last collectives, as its agent reads them: see
     ``collective_memory``."""
     raised: Name = ""
-    """The exception because of which it has closed its process group, as its agent has heard."""
+    """The exception because of which it has closed its default process group, and opened none since."""
+    broken: bool = False
+    """Whether that was the exception of a collective which had broken."""
     stopped: Name = ""
     """The signal that stopped the worker, such as SIGSTOP, as its agent sees it."""
 

@@ -18,8 +18,8 @@ from ddp_manual.agent.what_to_run import Task
 from ddp_manual.agent.worker_process import AttachedWorker
 from ddp_manual.from_worker import Attach
 from ddp_manual.program import SCRIPT, Program
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.wire import LineReader, local_reader_of
-from ddp_manual.world_options import WorldSpec
 
 
 @unread.never_block()

@@ -22,10 +22,10 @@ from ddp_manual.errors import DdpManualError
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.option_fields import as_flags
 from ddp_manual.program import MODULE, Program
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.training import checkpoint_files, own_factory
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.wording import duration
-from ddp_manual.world_options import WorldSpec
 
 PrintError = Callable[[DdpManualError], None]
 TRAINING = Program(

@@ -39,11 +39,11 @@ from ddp_manual.protocol.program_arguments import named_arguments
 from ddp_manual.protocol.search_for_rank_0 import Search
 from ddp_manual.protocol.token_proof import Seal, Unsealed
 from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import RankInfo, RunInfo, RunSoFar
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import LONGEST_ANSWER, Read, printable, reader_of
 from ddp_manual.wording import at, counted
-from ddp_manual.world_options import WorldSpec
 
 # Seconds until a line says that rank 0 does not reply: it is busy, or asks if another process with this rank is alive.
 REPLY_WITHIN = 1.0

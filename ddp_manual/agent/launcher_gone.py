@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from ddp_manual.world_options import WorldSpec
+from ddp_manual.rank_options import WorldSpec
 
 
 def watch_launcher(spec: WorldSpec, gone: Callable[[str], None]) -> None:

@@ -36,8 +36,8 @@ from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
 from ddp_manual.protocol.agent_shell import Answered
 from ddp_manual.protocol.this_rank import ThisRank
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import Moment, RankInfo, RunInfo
-from ddp_manual.world_options import WorldSpec
 
 TICK = 0.25
 # Seconds that the ranks have to stop in order once their launcher is gone.

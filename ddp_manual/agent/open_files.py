@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
-from ddp_manual.world_options import WorldSpec
+from ddp_manual.rank_options import WorldSpec
 
 # The most connections of a rank to one process of rank 0: 1 to its agent, at most 2 to torch's store in its worker.
 CONNECTIONS_PER_RANK = 2

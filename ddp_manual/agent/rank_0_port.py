@@ -23,8 +23,8 @@ from ddp_manual.messages import News
 from ddp_manual.protocol.missing_ranks import situation
 from ddp_manual.protocol.roll_call import MOST_NAMED
 from ddp_manual.protocol.search_for_rank_0 import is_loopback
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.wording import at
-from ddp_manual.world_options import WorldSpec
 
 
 def refuse_loopback(spec: WorldSpec, addresses: list[str]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from ddp_manual.environment import command_line
 from ddp_manual.environment.rank_0_of_kubernetes import OWN_NAME
 from ddp_manual.option_fields import as_flags
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.secret_arguments import without_secrets
-from ddp_manual.world_options import WorldSpec
 
 # The option that says where rank 0 listens, at an address of its own host; no other rank's command has it.
 LISTENING = "listen_addr"

@@ -20,8 +20,8 @@ from ddp_manual.errors import (
     MasterLost,
     RankMissing,
 )
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.wire import LONGEST_LINE, decode
-from ddp_manual.world_options import WorldSpec
 
 # Codes of TCPStore's messages, and of its reply that a key is there; REPLY_TIMEOUT: seconds for a reply.
 _SET, _GET, _CHECK, _READY = b"\x01", b"\x03", b"\x05", b"\0"

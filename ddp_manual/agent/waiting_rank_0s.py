@@ -17,9 +17,9 @@ import psutil
 
 from ddp_manual.environment.machine import host_id, runtime_folder
 from ddp_manual.option_fields import as_flags
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.wire import printable
 from ddp_manual.wording import at
-from ddp_manual.world_options import WorldSpec
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 from ddp_manual import run_folder
 from ddp_manual.environment import torchrun
 from ddp_manual.program import Program
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import RankInfo, RunInfo
-from ddp_manual.world_options import WorldSpec
 
 # Characters of a command that rank 0 sends to the others: a line of the protocol has 256 KiB, and nobody types more.
 LONGEST_COMMAND = 8000

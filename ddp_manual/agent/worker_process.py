@@ -95,8 +95,8 @@ class Worker:
         """How the program was started, as the kernel knows it."""
         self._is_replaced = False
         """Whether exec has replaced the program by another one, which has no channel and ends like an executable."""
-        self._raised = ""
-        """The exception because of which it has closed a process group, and opened none since."""
+        self._closed_group: from_worker.GroupClosed | None = None
+        """The process group that it has closed last, if it has opened none since."""
         self._is_blocked = False
         self._spoke_at = time.monotonic()
         self._oom_kills = OomKills(self.pid)
@@ -130,10 +130,10 @@ class Worker:
                 self._takes_stops = isinstance(message, from_worker.TakesStops)
             case from_worker.GroupOpened():
                 self.records.add_group(asdict(message))
-                self._raised = ""  # it has gone on
+                self._closed_group = None
             case from_worker.GroupClosed():
                 self.records.close_group(message.key, message.begun)
-                self._raised = message.raised
+                self._closed_group = message
             case from_worker.NotCompared():
                 self.records.complete = False
             case from_worker.Doing():
@@ -161,8 +161,10 @@ class Worker:
         begun, closed = self.records.count(self.beat.collectives)
         silent = time.monotonic() - self._spoke_at > SILENT
         inside, stopped = self.beat.inside and not silent, self.stopped_by()
-        seen = {"calls": calls, "inside": inside, "raised": self._raised, "stopped": stopped}
-        return replace(self.beat, collectives=begun, closed=closed, **seen)
+        last = self._closed_group
+        why = {"raised": last.raised, "broken": last.broken} if last is not None else {}
+        seen = {"collectives": begun, "closed": closed, "calls": calls, "inside": inside, "stopped": stopped}
+        return replace(self.beat, **seen, **why)
 
     @property
     def is_gone(self) -> bool:

@@ -13,8 +13,8 @@ from ddp_manual import errors
 from ddp_manual.environment.command_line import option_in
 from ddp_manual.option_fields import help_text, option_fields, spelling, value_types
 from ddp_manual.program import EXECUTABLE, MODULE, SCRIPT, Program
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.world_options import WorldSpec
 
 PATH: Any = click.Path(path_type=Path)
 

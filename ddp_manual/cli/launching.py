@@ -24,8 +24,8 @@ from ddp_manual.cli.stdout import print_result
 from ddp_manual.environment import launcher_variables, machine, user_variables
 from ddp_manual.launch import host_list
 from ddp_manual.program import Program
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.world_options import WorldSpec
 
 
 @click.command(

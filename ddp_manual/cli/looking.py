@@ -13,8 +13,8 @@ import click
 from ddp_manual import errors, terminal
 from ddp_manual.cli.flags_from_options import PATH, GroupedCommand, given, json_option, options_of
 from ddp_manual.cli.stdout import print_result, redrawing
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.world_options import WorldSpec
 
 # Options for which ``evaluate`` takes the run's values.
 OF_THE_RUN = ("model", "normalization", "dataset", "image_size", "classes", "data_dir")

@@ -19,9 +19,9 @@ from ddp_manual.cli.flags_from_options import (
     program_options,
 )
 from ddp_manual.cli.stdout import print_result
+from ddp_manual.rank_options import STALL_TIMEOUT, STALL_TIMEOUT_OF_SCRIPT, WorldSpec
 from ddp_manual.text_wrapping import wrapped
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.world_options import STALL_TIMEOUT, STALL_TIMEOUT_OF_SCRIPT, WorldSpec
 
 FOUND_A_PROBLEM = 3
 # What the help calls the default of an option, where that differs from the field's.

@@ -20,10 +20,10 @@ from ddp_manual.launch.function import Call
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.spawn import START_AGAIN
 from ddp_manual.launch.this_host import Ranks
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.rank_output import RankOutput
 from ddp_manual.run_folder import new_run_id
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.world_options import WorldSpec
 
 # Seconds from the script's end to the second SIGTERM, which ends ranks that have not stopped after a step.
 WITHOUT_PARENT = 10.0

@@ -12,9 +12,9 @@ from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.launch.host_list import LOCAL, Host
 from ddp_manual.program import Program
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.terminal import stdout_width
 from ddp_manual.text_wrapping import wrapped
-from ddp_manual.world_options import WorldSpec
 
 # The Linux setting with the range of ports that the kernel gives to probes, torch's store, gloo and NCCL.
 FREE_PORTS = "net.ipv4.ip_local_port_range"

@@ -19,9 +19,9 @@ import ddp_manual
 from ddp_manual import signal_handlers
 from ddp_manual.errors import BadOption, DdpManualError
 from ddp_manual.program import MODULE, Program
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import LastWords
 from ddp_manual.training import own_factory
-from ddp_manual.world_options import WorldSpec
 
 
 class _Copier(ForkingPickler):

@@ -12,9 +12,9 @@ from ddp_manual.environment import command_line, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.option_fields import number_below
 from ddp_manual.program import EXECUTABLE, Program
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.run_folder import default_run_dir, new_run_id
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.world_options import WorldSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from ddp_manual.environment.start_python import start_python
 from ddp_manual.errors import BadOption, PeerLost, signal_name
 from ddp_manual.launch.function import Call, name_of
 from ddp_manual.option_fields import option_fields
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.training import own_factory
-from ddp_manual.world_options import WorldSpec
 
 # The options that spawn decides: every rank is on this machine, and they are numbered in the order they are started.
 DECIDED = ("world_size", "rank", "local_rank", "master_addr", "master_port")

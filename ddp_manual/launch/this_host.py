@@ -30,6 +30,7 @@ from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped
 from ddp_manual.launch.attempts import Launch, Tell, say_how_to_look
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.on_rank_loss import LEAVE
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.rank_output import RankOutput
 from ddp_manual.ranks_and_runs import from_last_checkpoint
 from ddp_manual.run_folder import RunPaths
@@ -37,7 +38,6 @@ from ddp_manual.secret_arguments import without_secrets
 from ddp_manual.text_wrapping import whole
 from ddp_manual.training import checkpoint_files
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.world_options import WorldSpec
 
 # Seconds after a rank has left until ranks that still wait for others to join give up.
 GIVE_UP_AFTER = 0.3

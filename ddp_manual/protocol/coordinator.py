@@ -24,7 +24,7 @@ from ddp_manual.protocol.inquiries import STACKS
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.roll_call import RollCall
-from ddp_manual.protocol.roll_call_states import Gathering
+from ddp_manual.protocol.run_states import Gathering
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.protocol.wait_for_all_ranks import RUN_IS_OVER, Meeting
 from ddp_manual.protocol.wait_or_shrink import WaitOrShrink

@@ -211,7 +211,17 @@ class Watch:
         elif in_a_collective:
             self.mismatch_search.lose_unless_mismatch(loss, now)
         else:
-            self.end_of_work.lose(loss)
+            rank = verdict.rank
+            first = None if verdict.judged else self._raised_before(rank, self.health.finished_before(rank))
+            self.end_of_work.lose(first or loss)
+
+    def _raised_before(self, rank: int, early: Sequence[int]) -> Loss | None:
+        """Return the loss of a rank that has closed its process group ``early`` because of its own exception, and has
+        not ended yet, such as while it saves: then that is why ``rank`` cannot go on."""
+        first = next((one for one in early if self.health.beat(one).raised and one not in self.health.finished), None)
+        if first is None or self.health.beat(first).broken:
+            return None
+        return Loss(closed_because(self._info(first), self.health.beat(first), rank), OWN_CODE)
 
     @property
     def is_undecided(self) -> bool:
@@ -300,18 +310,18 @@ class Watch:
     def _end_because_of_finished(self, rank: int, early: Sequence[int], place: str, now: float) -> None:
         """End the run: ``rank`` is in a call of torch, at ``place``, in which the ranks ``early`` take part no more; or
         lose one of these whose own exception is the reason, as its last words will say."""
-        if raised := [other for other in early if self.health.beat(other).raised]:
-            failed = closed_because(self._info(raised[0]), self.health.beat(raised[0]), rank)
-            self.take_failure(failed, None, now, in_a_collective=False)
+        if (first := self._raised_before(rank, early)) is not None:
+            self.end_of_work.lose(first)
             return
         done = "finished" if {*early} <= {*self.health.finished} else "closed the process group"
         call, next = "a collective", SAME_STEPS
         if self.health.beat(rank).opening:
             call, next = "the call that opens a process group", OPENS_EACH
+        raised = (f"rank {one}: {beat.raised}" for one in early if (beat := self.health.beat(one)).raised)
         error = PeerLost(
             f"{in_words(as_ranges(early))} had {done} while rank {rank} was still in {call}",
-            why=f"{call} needs every rank, and they did not make the same number of calls\n"
-            f"rank {rank} was on {place or 'no line of Python'}",
+            why=f"{call} needs every rank, and they did not make the same number of calls"
+            + "\n".join([f"\nrank {rank} was on {place or 'no line of Python'}", *raised]),
             next=next,
         )
         verdict = verdict_about(self._info(rank), LastWords.of(error))

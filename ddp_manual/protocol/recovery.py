@@ -17,7 +17,7 @@ from ddp_manual.protocol.end_or_begin_anew import BROKEN, OWN_CODE, SILENT, Loss
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.roll_call import RollCall
-from ddp_manual.protocol.roll_call_states import Working
+from ddp_manual.protocol.run_states import Working
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
 from ddp_manual.ranks_and_runs import RunInfo, Verdict

@@ -22,7 +22,7 @@ from ddp_manual.protocol.compatibility import SAID_ALIKE, mismatch_when_ready
 from ddp_manual.protocol.gpus_of_ranks import more_ranks_than_gpus, shared_gpu
 from ddp_manual.protocol.heartbeat_times import silent_after
 from ddp_manual.protocol.places import assign_places
-from ddp_manual.protocol.roll_call_states import Gathering, Member, Over, Working
+from ddp_manual.protocol.run_states import Gathering, Member, Over, Working
 from ddp_manual.protocol.seat_states import BEGUN_ANEW, GIVEN_UP, LEFT_OUT, LOADED, TAKEN, Seat
 from ddp_manual.ranks_and_runs import Place, RankInfo, Ready, RunInfo
 from ddp_manual.wording import MOST_RANGES, as_ranges, in_words

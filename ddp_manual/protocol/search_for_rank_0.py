@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from ddp_manual.errors import DdpManualError, MasterLost, MasterNotAStore, MasterRefused, MasterUnreachable
 from ddp_manual.protocol.reachability import compare_mtu
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wording import at
-from ddp_manual.world_options import WorldSpec
 
 PROXY = "a proxy or a port forward whose other side is not up"
 

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from ddp_manual import from_agent, messages
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent_shell import Shell
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import RunInfo, RunSoFar
-from ddp_manual.world_options import WorldSpec
 
 
 class ThisRank:

@@ -65,10 +65,10 @@ def lost_rank(info: RankInfo, what: str, *, why: str, next: str, exit_code: int 
 
 def closed_because(info: RankInfo, beat: Beat, waiting: int) -> Verdict:
     """Return the verdict about a rank that has closed its process group because of an exception of its own code, and
-    has not ended yet; the rank ``waiting`` is in a collective of that group."""
+    has not ended yet; the rank ``waiting`` needs that group."""
     error = TrainingFailed(
         f"rank {info.rank} on {info.host}: {beat.raised}",
-        why=f"it has closed its process group because of that, while rank {waiting} was still in a collective\n"
+        why=f"it has closed its process group because of that, and rank {waiting} cannot go on without it\n"
         f"it was {beat.last_seen()}, and had not ended yet",
         next="fix the code or the data that raised it, then start all ranks again",
     )

@@ -23,7 +23,7 @@ from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, unreachable
 from ddp_manual.protocol.recovery import Recovery
 from ddp_manual.protocol.roll_call import RollCall
-from ddp_manual.protocol.roll_call_states import Gathering, Working
+from ddp_manual.protocol.run_states import Gathering, Working
 from ddp_manual.protocol.seat_states import Seat
 from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar
 

@@ -44,8 +44,9 @@ class WatchedRank:
 
     @property
     def over(self) -> Mapping[str, int]:
-        """How many collectives it has begun in the process groups in which it takes part no more."""
-        return self.beat.begun if self.finished else self.beat.closed
+        """How many collectives it has begun in the process groups in which it takes part no more, unless it has closed
+        them because another rank takes part no more."""
+        return self.beat.begun if self.finished else {} if self.beat.broken else self.beat.closed
 
 
 def began_fewer(one: Mapping[str, int], other: Mapping[str, int]) -> bool:

@@ -22,11 +22,11 @@ from ddp_manual.join_steps import Step
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.option_fields import as_flags
 from ddp_manual.program import MODULE, Program
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.terminal import columns, stdout_width
 from ddp_manual.text_wrapping import labelled, wrapped
 from ddp_manual.tools.status import roster
 from ddp_manual.wording import byte_size
-from ddp_manual.world_options import WorldSpec
 
 # Seconds to wait for the other ranks, unless --join_timeout says otherwise: somebody is looking at the screen.
 CHECK_JOIN_TIMEOUT = 30.0

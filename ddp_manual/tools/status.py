@@ -20,11 +20,11 @@ from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption, DdpManualError, MasterLost, Stopped, from_dict
 from ddp_manual.protocol.search_for_rank_0 import Search
 from ddp_manual.protocol.verdict_words import error_for
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import Verdict
 from ddp_manual.terminal import columns, log, log_to_stderr, stdout_width
 from ddp_manual.text_wrapping import wrapped
 from ddp_manual.wording import at, duration
-from ddp_manual.world_options import WorldSpec
 
 LOOK_EVERY = 1.0
 # Ranks; a larger run's table ends with how many more there are.

@@ -19,10 +19,10 @@ from typing import Any
 
 from ddp_manual.errors import BadOption
 from ddp_manual.option_fields import Options, option, option_fields
+from ddp_manual.rank_options import WORLD_OPTIONS, WorldSpec
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import own_factory
 from ddp_manual.training.own_factory import OWN_FACTORY
-from ddp_manual.world_options import WORLD_OPTIONS, WorldSpec
 
 logger = logging.getLogger(__name__)
 

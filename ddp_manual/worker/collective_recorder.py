@@ -25,6 +25,8 @@ import torch
 
 from ddp_manual import collective_memory
 from ddp_manual.from_worker import FromWorker, GroupClosed, GroupOpened, NotCompared, RecordsMemory
+from ddp_manual.rank_options import WorldSpec
+from ddp_manual.wire import LONGEST_NAME, printable
 from ddp_manual.worker.explain_errors import first_line, is_broken_collective
 from ddp_manual.worker.private_torch import (
     CODE_OF_COLLECTIVES,
@@ -39,7 +41,6 @@ from ddp_manual.worker.private_torch import (
     wrap_collectives,
 )
 from ddp_manual.worker.whereabouts import is_library
-from ddp_manual.world_options import WorldSpec
 
 # The number under which each group gets its hook; torch's own hooks have small numbers.
 _HOOK = 0x646470
@@ -218,10 +219,10 @@ class Recorder:
     def _closed(self, group: Any, key: str) -> None:
         if group in self._groups:
             del self._groups[group]
-            error = sys.exc_info()[1]
-            if not is_broken_collective(error):  # otherwise it is closed because other ranks take part no more
-                raised = first_line(error) if isinstance(error, Exception) else ""
-                self._tell(GroupClosed(key, known_of([(group, key)]).begun.get(key), raised))
+            error = sys.exc_info()[1] if group.group_desc == "default_pg" else None
+            raised = printable(first_line(error)[:LONGEST_NAME]) if isinstance(error, Exception) else ""
+            begun = known_of([(group, key)]).begun.get(key)
+            self._tell(GroupClosed(key, begun, raised, is_broken_collective(error)))
             _unhook(group)
 
     def _called(self, group: Any, operation: Operation | None, *with_what: Any) -> None:

@@ -11,8 +11,8 @@ import torch.distributed
 
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BackendUnavailable, DeviceMissing
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.wording import counted
-from ddp_manual.world_options import WorldSpec
 
 logger = logging.getLogger(__name__)
 

@@ -186,9 +186,14 @@ def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> DdpManua
 
 
 def is_broken_collective(error: BaseException | None) -> bool:
-    """Return whether this, or what it was raised from, is a collective's error that another rank may have caused."""
-    failed = _failed_collective(error)
-    return failed is not None and _cause(text_of(failed)).of_another_rank
+    """Return whether this, or what was being handled when it was raised, is a collective's error that another rank may
+    have caused. Its words may say nothing of it: ``raise MyError`` in an ``except`` block."""
+    while error is not None:
+        failed = _failed_collective(error)
+        if failed is not None and _cause(text_of(failed)).of_another_rank:
+            return True
+        error = error.__context__
+    return False
 
 
 def was_raised_by_torch(error: BaseException | None) -> bool:

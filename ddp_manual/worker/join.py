@@ -27,12 +27,12 @@ from ddp_manual.errors import BadOption, DdpManualError
 from ddp_manual.from_agent import Start
 from ddp_manual.from_worker import Attach
 from ddp_manual.on_rank_loss import LEAVE
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.training import own_factory
 from ddp_manual.worker.main import Rank
 from ddp_manual.worker.process_group import check_none_open
 from ddp_manual.worker.reporter import Reporter
 from ddp_manual.worker.world import World
-from ddp_manual.world_options import WorldSpec
 
 AGENT = Path(__file__).parent.parent / "agent"
 AGENT_ENDS_WITHIN = 5.0

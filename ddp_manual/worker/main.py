@@ -25,6 +25,7 @@ from ddp_manual.environment import machine, variables_for_a_rank
 from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.join_steps import Steps
 from ddp_manual.longest_wait import timeout_for
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds
 from ddp_manual.wording import counted
 from ddp_manual.worker import device_and_backend as devices
@@ -40,7 +41,6 @@ from ddp_manual.worker.shared_memory import check_shared_memory
 from ddp_manual.worker.training_loss import LossRecord
 from ddp_manual.worker.whereabouts import raised_at
 from ddp_manual.worker.world import NO_GROUP, World
-from ddp_manual.world_options import WorldSpec
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from ddp_manual.errors import BadOption, DataMissing, DdpManualError, PeerGone, 
 from ddp_manual.from_agent import StopAfter
 from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.join_steps import Step
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import ENDED, SAVING, Place
 from ddp_manual.run_folder import own_run_dir
 from ddp_manual.training.ddp import gather_messages
@@ -30,7 +31,6 @@ from ddp_manual.wire import decode
 from ddp_manual.wording import as_ranges, in_words
 from ddp_manual.worker.explain_errors import is_broken_collective
 from ddp_manual.worker.reporter import Reporter
-from ddp_manual.world_options import WorldSpec
 
 # The backend of a run without a process group.
 NO_GROUP = "none"

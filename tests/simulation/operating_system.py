@@ -32,7 +32,7 @@ from ddp_manual.errors import DdpManualError, MasterUnresolvable, PortInUse
 from ddp_manual.launch import this_host
 from ddp_manual.protocol import admission
 from ddp_manual.protocol import reachability as rounds
-from ddp_manual.world_options import WorldSpec
+from ddp_manual.rank_options import WorldSpec
 from tests.simulation.moments import watched
 from tests.simulation.network import Host, Listener
 from tests.simulation.people import COLUMNS, on_screen

@@ -20,8 +20,8 @@ from ddp_manual.launch import this_host
 from ddp_manual.launch.attempts import Failure
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.program import Program as UsersProgram
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.text_wrapping import wrapped
-from ddp_manual.world_options import WorldSpec
 from tests.simulation.network import EMPTY, Host
 from tests.simulation.rank import Rank
 from tests.simulation.virtual_time import Process

@@ -76,7 +76,7 @@ WHEN = (
     rf"(?:(?P<that>{THAT})|rank (?P<of>\d+) (?P<state>{'|'.join(STATES)})),)"
 )
 FOR_EVER = 1e9
-# Seconds for ranks that are here to load torch: see roll_call_states.LOAD_WITHIN.
+# Seconds for ranks that are here to load torch: see run_states.LOAD_WITHIN.
 LOAD_WITHIN = 600.0
 
 

@@ -34,8 +34,8 @@ from ddp_manual.errors import (
 from ddp_manual.join_steps import Steps
 from ddp_manual.messages import Greeting
 from ddp_manual.protocol.search_for_rank_0 import Answer, Search, Seen
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.wire import encode
-from ddp_manual.world_options import WorldSpec
 
 GREETING = Greeting(1, "00", "a", 1, token=False)
 

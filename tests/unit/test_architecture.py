@@ -44,7 +44,7 @@ BOTTOM_ROW = (
     "environment",
     "run_folder",
     "option_fields",
-    "world_options",
+    "rank_options",
     "unread",
     "terminal",
     "progress_bar",
@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "tools": {"tools", "agent", "protocol", "training", *BOTTOM},
     "launch": {"launch", "agent", "protocol", *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "cli": {"cli", "agent", "launch", "tools", *TRAINING_WITHOUT_TORCH, *BOTTOM},
-    "__init__": {"training.options", "errors", "world_options"},
+    "__init__": {"training.options", "errors", "rank_options"},
     "__main__": {"cli"},
     **{name: set(BOTTOM_ROW[: place + 1]) for place, name in enumerate(BOTTOM_ROW)},
 }
@@ -79,10 +79,10 @@ MAY_NAME = {
 }
 WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *BOTTOM}
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
-MOST_LINES_OF_AGENT_AND_WORKER = 8810
+MOST_LINES_OF_AGENT_AND_WORKER = 8838
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
-MOST_LINES_OF_TESTS = 21_122
-MOST_LINES_OF_PACKAGE = 28_627
+MOST_LINES_OF_TESTS = 21_164
+MOST_LINES_OF_PACKAGE = 28_711
 
 
 def room(path: Path) -> str:

@@ -20,6 +20,7 @@ from ddp_manual import atomic_files
 from ddp_manual.agent.by_hand import training_task
 from ddp_manual.cli import main as cli
 from ddp_manual.errors import BadOption, CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, DiskFull
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools.checkpoints import list_checkpoints
 from ddp_manual.training import checkpoint_files, checkpoint_state, models
@@ -29,7 +30,6 @@ from ddp_manual.training.evaluation import Evaluation
 from ddp_manual.training.meter import Window
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.position import Position
-from ddp_manual.world_options import WorldSpec
 
 EVALUATIONS = (Evaluation(loss=0.3, accuracy=0.9, samples=100), Evaluation(loss=0.2, accuracy=0.95, samples=100))
 HISTORY = History(evaluations=EVALUATIONS, window=Window(1.5, 3.0, 4.0), train_seconds=2.5)

@@ -200,6 +200,35 @@ def test_a_rank_that_has_closed_its_group_because_of_an_exception_is_named_with_
         assert bool(watch.end_of_work.failure) is not bool(options)
 
 
+@pytest.mark.parametrize("error", ["training-failed", "peer-lost"])  # the victim may hide what torch has raised
+def test_a_victim_that_closes_its_group_is_no_culprit_and_one_that_fails_first_is_explained(error: str) -> None:
+    watch, _ = watched(3)
+    for rank, (count, raised) in enumerate((("4", ""), ("4", "RuntimeError: reset"), ("3", "ValueError: bad sample"))):
+        groups = {"closed" if raised else "collectives": {"0": int(count)}}
+        watch.hear(rank, Beat(**groups, raised=raised, broken=rank == 1), 1.0)
+    verdict = Verdict(error, "what", "why", "next", 1, rank=0, host="h", pid=0, judged=False)
+    watch.take_failure(verdict, "a.py:1" if error == "peer-lost" else None, 1.0, in_a_collective=False)
+    for rank in range(3):
+        watch.hear(rank, None, 2.5)
+    watch.check(2.5)
+    failure = watch.end_of_work.failure
+    assert failure and (failure.rank, failure.what) == (2, "rank 2 on h: ValueError: bad sample")
+
+
+def test_a_rank_that_has_handled_its_exception_and_finished_ends_the_run_as_any_that_finishes_early() -> None:
+    watch, _ = watched(2)
+    watch.hear(0, Beat(collectives={"0": 3}, inside=True), 1.0)
+    watch.hear(1, Beat(closed={"0": 2}, raised="ValueError: bad sample"), 1.0)
+    watch.health.finish(1)
+    fail(watch, 0, "a.py:1", judged=False)
+    watch.hear(0, None, 2.5)
+    watch.check(2.5)
+    watch.check(2.6 + RECORDS_WITHIN)
+    failure = watch.end_of_work.failure
+    assert failure and failure.what == "rank 1 had finished while rank 0 was still in a collective"
+    assert failure.why.splitlines()[2] == "rank 1: ValueError: bad sample"
+
+
 @pytest.mark.parametrize("broken", [(0, 1), (0,)])  # while rank 1 saves what it has
 def test_of_a_silent_rank_the_ranks_are_the_victims_whose_collectives_break_and_who_close_their_groups(
     broken: Sequence[int],
@@ -332,24 +361,27 @@ def test_an_agent_counts_what_is_recorded_of_groups_that_are_open_or_closed_othe
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (ValueError("bad sample"), ["ValueError: bad sample"]),
-        (KeyboardInterrupt(), [""]),
-        (dist.DistNetworkError("Connection closed by peer"), []),  # because of another rank
+        (ValueError("bad sample"), ("ValueError: bad sample", False)),
+        (OSError("/data/" + 300 * "x"), ("OSError: /data/" + 240 * "x", False)),
+        (KeyboardInterrupt(), ("", False)),
+        (dist.DistNetworkError("Connection closed by peer"), ("DistNetworkError: Connection closed by peer", True)),
     ],
 )
-def test_of_a_group_that_is_closed_because_of_an_exception_it_is_said_which_unless_a_collective_has_broken(
-    error: BaseException, told: Sequence[str]
+def test_of_a_default_group_that_is_closed_because_of_an_exception_it_is_said_which_and_whether_a_collective_broke(
+    error: BaseException, told: tuple[str, bool]
 ) -> None:
     heard: list[Any] = []
     recorder = recording.Recorder(heard.append)
     recorder.start()
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    dist.new_group([0, 1])
     try:
         raise error
     except BaseException:
         dist.destroy_process_group()
     recorder.stop()
-    assert [one.raised for one in heard if isinstance(one, from_worker.GroupClosed)] == told
+    closed = [(one.raised, one.broken) for one in heard if isinstance(one, from_worker.GroupClosed)]
+    assert closed == [("", False), told]  # the default group last
 
 
 @with_hooks

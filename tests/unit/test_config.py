@@ -17,10 +17,10 @@ from ddp_manual.agent.to_type import rank_command
 from ddp_manual.cli import main as cli
 from ddp_manual.errors import BadOption
 from ddp_manual.program import SCRIPT, Program
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.options import TrainConfig
-from ddp_manual.world_options import WorldSpec
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.this_rank import ThisRank
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.worker.steps_done import Stops
-from ddp_manual.world_options import WorldSpec
 from tests.alone import alone
 
 
