@@ -108,6 +108,9 @@ class Ranks:
         self.job, self.hosts = job, hosts
         self.starter: Starter
         self.agents: list[Agent] = []
+        """The agents of the ranks in this attempt; none between two attempts."""
+        self._signals_before: list[int] = []
+        """Signals that came while there were no agents: they get them as soon as they are here."""
         self._paths = RunPaths(Path(job.run_dir)) if job.run_dir is not None else None
         self._writer = writer
         self._witness: signal_handlers.Witness | None = None
@@ -151,6 +154,8 @@ class Ranks:
             self.agents = [
                 self._agent(rank, config, restarts, output) for rank, output in zip(ranks, outputs, strict=True)
             ]
+            while self._signals_before:
+                self.take_signal(self._signals_before.pop(0))
             try:
                 lives = zip(self.agents, outputs, strict=True)
                 await asyncio.gather(*(self._live(agent, output, tell) for agent, output in lives))
@@ -158,6 +163,7 @@ class Ranks:
             finally:  # write all lines before the logs are closed
                 await asyncio.wrap_future(self._writer.submit(lambda: None))
         self._has_trained |= any(agent.protocol.has_trained for agent in self.agents)
+        self.agents = []
 
     async def _live(self, agent: Agent, output: RankOutput, tell: Tell) -> None:
         rank, ended = agent.spec.rank, await agent.run()
@@ -244,6 +250,7 @@ class Ranks:
     def take_signal(self, number: int) -> None:
         self._is_stopping |= number in signal_handlers.STOP
         self._passes_on = number in signal_handlers.STOP  # no rank shows a line about it: launch says it for all
+        self._signals_before += [] if self.agents else [number]
         # In our own training rank 0 saves for all.
         for agent in self.agents[: 1 if number == signal_handlers.SAVE and self.job.program is None else None]:
             agent.take_signal(number)

@@ -9,6 +9,7 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,30 @@ def test_a_run_that_began_with_another_runs_checkpoint_resumes_from_its_own_once
     assert (to_go_on(began), to_go_on(another)) == (began.resumed(), another)
     checkpoint_files.write(RunPaths(tmp_path).checkpoints, 8, b"", {})
     assert to_go_on(another) == another.resumed()
+
+
+def test_a_signal_that_comes_before_or_between_attempts_reaches_the_ranks_as_soon_as_they_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(spec=WorldSpec(), run_id="id", run_dir=None, go_on="", config=TrainConfig())
+    ranks, got = Ranks(job, Hosts([2]), ThreadPoolExecutor(1)), list[tuple[int, int]]()
+
+    def agent(rank: int, config: Any, restarts: int, output: RankOutput) -> Any:
+        async def run() -> Any:
+            return SimpleNamespace(error=None, result=None)
+
+        spec, protocol = SimpleNamespace(rank=rank + 1), SimpleNamespace(has_trained=False)
+        return SimpleNamespace(
+            spec=spec, protocol=protocol, run=run, take_signal=lambda number: got.append((restarts, number))
+        )
+
+    monkeypatch.setattr(ranks, "_agent", agent)
+    ranks.starter = SimpleNamespace(start_again=lambda: None)  # type: ignore[assignment]
+    for attempt in range(3):
+        if attempt < 2:
+            ranks.take_signal(signal.SIGINT)
+        asyncio.run(ranks.attempt(attempt, lambda failure: None))
+    assert got == [(0, signal.SIGINT)] * 2 + [(1, signal.SIGINT)] * 2
 
 
 def test_only_ranks_that_may_take_the_seats_of_lost_ones_start_where_a_run_has_its_files(tmp_path: Path) -> None:

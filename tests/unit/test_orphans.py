@@ -17,17 +17,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux give
 STARTS = """
 import asyncio, os, subprocess, sys
 import psutil
-from ddp_manual import left_behind
+from ddp_manual import orphans
 from tests.conftest import has_ended, wait_until
 
 started = []
 
 def worker(command):
     script = command + "; echo ready; exec sleep 100"
-    marked = {**os.environ, left_behind.MARK: str(os.getpid())}
+    marked = {**os.environ, orphans.MARK: str(os.getpid())}
     how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": marked}
     process = subprocess.Popen(["sh", "-c", script], **how)
-    left_behind.note_own(process)
+    orphans.note_own(process)
     pids = [int(line) for line in iter(process.stdout.readline, "ready\\n")]
     started.extend([process.pid, *pids])
     return process, pids
@@ -67,9 +67,9 @@ def runs(program: str, *before: str) -> None:
 def test_what_a_worker_leaves_is_ended_where_other_processes_are_hidden() -> None:
     runs(
         """
-        left_behind.adopt()
+        orphans.adopt()
         process, pids = worker("sleep 100 & echo $!; setsid sleep 100 & echo $!")
-        children = left_behind.Children()
+        children = orphans.Children()
         children.look(process.pid)
         try:
             psutil.Process(1).ppid()
@@ -81,7 +81,7 @@ def test_what_a_worker_leaves_is_ended_where_other_processes_are_hidden() -> Non
         asyncio.run(children.end())
         assert gone(pids) and len(children.ended) == 2, children.ended
         more = subprocess.Popen(["sleep", "100"])
-        left_behind.end_all()
+        orphans.end_all()
         assert gone([more.pid])
         """,
         *("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", HIDDEN, "sh"),
@@ -93,12 +93,12 @@ def test_what_belongs_to_another_worker_of_this_process_or_was_there_before_goes
         """
         before = subprocess.Popen(["sleep", "100"])
         started.append(before.pid)
-        left_behind.adopt()
+        orphans.adopt()
         command = "sleep 100 & echo $!; setsid sleep 100 & echo $!"
         (one, its), (other, others) = worker(command), worker(command)
         orphan = "(sleep 100 & echo $!)"
         third, left = worker(orphan)
-        children = left_behind.Children()
+        children = orphans.Children()
         children.look(one.pid)
         one.kill(), one.wait()
         asyncio.run(children.end(one.pid))
@@ -106,7 +106,7 @@ def test_what_belongs_to_another_worker_of_this_process_or_was_there_before_goes
         assert live([before.pid, other.pid, third.pid, *others, *left])
         for process in (other, third):
             process.kill(), process.wait()
-        asyncio.run(left_behind.Children().end())
+        asyncio.run(orphans.Children().end())
         assert gone([*others, *left]) and live([before.pid])
         """
     )
@@ -115,16 +115,16 @@ def test_what_belongs_to_another_worker_of_this_process_or_was_there_before_goes
 def test_orphans_that_end_are_no_zombies_and_children_keep_their_exit_status() -> None:
     runs(
         """
-        left_behind.adopt()
+        orphans.adopt()
         process, (orphan,) = worker("(sh -c 'echo $$; exec sleep 100' & sleep 0.2)")
         child = subprocess.Popen(["sh", "-c", "exit 7"])
-        left_behind.note_own(child)
+        orphans.note_own(child)
         wait_until(lambda: has_ended(child.pid))
         os.kill(orphan, 9)
         wait_until(lambda: has_ended(orphan))
-        left_behind.reap()
+        orphans.reap()
         assert child.wait() == 7
-        left_behind.reap()
+        orphans.reap()
         assert gone([orphan]) and process.poll() is None
         """
     )
@@ -139,7 +139,7 @@ def test_a_script_that_is_ended_without_teardown_ends_its_daemons_as_python_woul
         for process in processes:
             process.start()
             started.append(process.pid)
-        left_behind.end_daemons()
+        orphans.end_daemons()
         processes[0].join(10)
         assert [process.exitcode for process in processes] == [-15, None]
         """
@@ -150,12 +150,12 @@ def test_a_child_that_this_process_has_forked_for_itself_is_no_orphan() -> None:
     runs(
         """
         from ddp_manual import signal_handlers
-        left_behind.adopt()
+        orphans.adopt()
         witness = signal_handlers.Witness(own_session=False)
         process, pids = worker("setsid sleep 100 & echo $!")
         process.kill()
         process.wait()
-        asyncio.run(left_behind.Children().end())
+        asyncio.run(orphans.Children().end())
         wait_until(lambda: gone(pids))
         assert live([witness.pid])
         witness.close()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel show
 
 PROGRAM = """
 import os, signal, subprocess, time
-from ddp_manual import processes, signal_handlers
+from ddp_manual import process_status, signal_handlers
 
 os.setpgid(0, 0)
 signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -31,7 +31,7 @@ def until(holds):
         time.sleep(0.01)
 
 def pending():
-    return processes.signals_of(witness.pid, "ShdPnd")
+    return process_status.signals_of(witness.pid, "ShdPnd")
 
 def send():
     os.killpg(0, signal.SIGTERM)
