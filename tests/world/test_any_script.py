@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import REPOSITORY, RankProcess, Start, clean_environment
+from tests.conftest import REPOSITORY, RankProcess, Start, clean_environment, wait_until
 
 DDP_MANUAL = (sys.executable, "-m", "ddp_manual")
 Ranks = Callable[..., list[RankProcess]]
@@ -43,7 +43,7 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-# What a program can see of how it was started.
+# What a program can see of how it was started, and of what it was started with.
 SEEN = """
     import json, os, signal, sys, threading
 
@@ -62,92 +62,63 @@ SEEN = """
         "input": sys.stdin.readline(),
         "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "flags": [sys.flags.optimize, sys._xoptions, sys.stdout.write_through],
+        "warnings": [rule for rule in sys.warnoptions if "Resource" in rule],
+        "descriptor": open(sys.argv[-1]).read(),
     }))
 """
+FLAGS = ("-O", "-W", "ignore::ResourceWarning", "-X", "name=1", "-X", "other", "-u")
 
 
-@pytest.mark.parametrize(
-    "started_as",
-    ["script.py", "-m package.inner", "-m package", "folder", "app.pyz", "link.py"],
-)
-def test_a_program_finds_itself_as_plain_python_would_start_it(tmp_path: Path, started_as: str) -> None:
-    for name in ("script", "deep/script", "package/inner", "package/__main__", "folder/__main__"):
+@pytest.mark.parametrize("started_as", ["link.py", "-m package", "app.pyz"])
+def test_a_program_finds_itself_its_flags_and_its_descriptors_as_plain_python_would_start_it(
+    tmp_path: Path, started_as: str
+) -> None:
+    for name in ("deep/script", "package/__main__"):
         write(tmp_path, f"{name}.py", SEEN)
     write(tmp_path, "package/__init__.py", "")
     (tmp_path / "link.py").symlink_to(tmp_path / "deep" / "script.py")
     with zipfile.ZipFile(tmp_path / "app.pyz", "w") as app:
         app.writestr("__main__.py", textwrap.dedent(SEEN))
-    words = [*started_as.split(), "--lr", "0.1", "-m", "x", "--", "--world_size=3"]
 
     def started_by(*program: str) -> dict[str, Any]:
+        reading, writing = os.pipe()
+        os.write(writing, b"hi")
+        os.close(writing)
+        words = [*started_as.split(), "--lr", "0.1", "-m", "x", "--", "--world_size=3", f"/dev/fd/{reading}"]
         ended = subprocess.run(
-            [*program, *words],
+            [sys.executable, *FLAGS, *program, *words],
             cwd=tmp_path,
             input="typed\n",
             capture_output=True,
             text=True,
+            pass_fds=[reading],
             env=clean_environment(PYTHONPATH=str(REPOSITORY)),
             check=False,
         )
+        os.close(reading)
         assert ended.returncode == 0, ended.stderr
         seen: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-        if started_as in ("folder", "app.pyz"):  # plain Python leaves these as they were typed
+        if started_as == "app.pyz":  # plain Python leaves these as they were typed
             seen |= {"argv": [str(tmp_path / started_as), *seen["argv"][1:]], "file": tmp_path / seen["file"]}
         return seen
 
-    assert started_by(*DDP_MANUAL, "run") == started_by(sys.executable)
+    assert started_by("-m", "ddp_manual", "run") == started_by()
 
 
-HOW_PYTHON_RUNS = """
-    import json, sys
-    rules = [rule for rule in sys.warnoptions if "Resource" in rule]
-    print(json.dumps([sys.flags.optimize, rules, sys._xoptions, sys.stdout.write_through, open(sys.argv[1]).read()]))
-"""
-
-
-@pytest.mark.parametrize("started", ["", "run", "launch --nproc 1"])
-def test_a_program_has_the_flags_of_python_and_the_descriptors_that_it_was_started_with(
-    tmp_path: Path, started: str
-) -> None:
-    script = write(tmp_path, "script.py", HOW_PYTHON_RUNS)
-    python = f"{sys.executable} -O -W ignore::ResourceWarning -X name=1 -X other -u"
-    through = f"-m ddp_manual {started}" if started else ""
-    environment = clean_environment(PYTHONPATH=str(REPOSITORY))
-    words = ["bash", "-c", f"{python} {through} {script} <(echo hi)"]
-    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment, check=True)
-    *seen, unbuffered, read = json.loads(ended.stdout.splitlines()[-1].removeprefix("[rank 0] "))
-    assert seen == [1, ["ignore::ResourceWarning"], {"name": "1", "other": True}] and read == "hi\n"
-    assert unbuffered or "launch" in started  # where a pipe is read line by line
-
-
-BECOMES_ANOTHER = """
-    import os, sys, time
-    if sys.argv[1:]:
-        time.sleep(2)
-        sys.exit(3)
-    if os.environ["RANK"] == "0":
-        os.execv(sys.executable, [sys.executable, *sys.argv, "again"])
-    time.sleep(60)
-"""
-
-
-def test_a_script_on_rank_0_that_executes_itself_is_told_that_it_takes_the_store_along(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    processes = ranks(write(tmp_path, "script.py", BECOMES_ANOTHER))
-    assert [process.wait() for process in processes] == [3, 14], processes[0].err
-    line, error = processes[0].err.split("error[")
-    for said in (line, error, processes[1].err.partition("error[")[2]):
-        assert "rank 0's program has become another one (exec), without torch's store" in said
-        assert "start it with --no_python" in said
-
-
-VARIABLES = """
-    import json, os, sys
+FOUND = """
+    import json, os, signal, sys
     import torch, torch.distributed as dist
     told = ("TORCHELASTIC", "ROLE", "GROUP", "OMP", "MASTER", "LOCAL")
     names = [name for name in os.environ if name.startswith(told)]
-    print(json.dumps({name: os.environ[name] for name in ["RANK", "WORLD_SIZE", *sorted(names)]}))
+    print(json.dumps({
+        **{name: os.environ[name] for name in ["RANK", "WORLD_SIZE", *sorted(names)]},
+        "started with": [sys.flags.optimize, [rule for rule in sys.warnoptions if "Resource" in rule], sys._xoptions],
+        "descriptor": sys.argv[1:] and os.environ["RANK"] == "0" and open(sys.argv[1]).read(),
+        "SIGINT": str(signal.getsignal(signal.SIGINT)),
+        "no CUDA": torch.cuda._is_in_bad_fork(),
+        "how torch looks for CUDA": os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"),
+    }))
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -156,127 +127,245 @@ VARIABLES = """
 """
 
 
-@pytest.mark.parametrize("started", ["run", "launch", "launch --start exec", "run --no_python"])
-def test_a_program_gets_the_variables_that_torchrun_sets_and_opens_a_process_group_with_them_alone(
-    ranks: Ranks, start: Start, tmp_path: Path, started: str
-) -> None:
-    script = write(tmp_path, "variables.py", VARIABLES)
-    if started == "run":
-        processes = ranks(script, options=("--run_id", "mine"))
-    elif started == "run --no_python":
-        processes = ranks(sys.executable, script, options=("--run_id", "mine", "--no_python"))
-    else:
-        processes = [start(*DDP_MANUAL, *started.split(), "--nproc", 2, script, cwd=tmp_path)]
+def found_by(processes: list[RankProcess]) -> list[dict[str, Any]]:
+    """What two ranks have found, which have opened a process group with torchrun's variables alone."""
     assert [process.wait() for process in processes] == [0] * len(processes), processes[0].err
     lines = [line[line.index("{") :] for process in processes for line in process.out.splitlines() if "{" in line]
-    seen = sorted(map(json.loads, lines), key=lambda variables: variables["RANK"])
-    assert [variables["RANK"] for variables in seen] == ["0", "1"]
-    for rank, variables in enumerate(seen):
-        assert variables["LOCAL_RANK"] == variables["ROLE_RANK"] == str(rank)
-        assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == variables["ROLE_WORLD_SIZE"] == "2"
-        assert (variables["GROUP_RANK"], variables["GROUP_WORLD_SIZE"], variables["ROLE_NAME"]) == ("0", "1", "default")
-        assert (variables["MASTER_ADDR"], variables["OMP_NUM_THREADS"]) == ("127.0.0.1", "1")  # as here
-        assert (variables["TORCHELASTIC_RESTART_COUNT"], variables["TORCHELASTIC_MAX_RESTARTS"]) == ("0", "0")
-        assert variables.get("TORCHELASTIC_USE_AGENT_STORE") == (None if "no_python" in started else "True")
-        assert variables["TORCHELASTIC_RUN_ID"] == "mine" or started.startswith("launch")
+    seen = sorted(map(json.loads, lines), key=lambda found: found["RANK"])
+    assert [found["RANK"] for found in seen] == ["0", "1"]
+    for rank, found in enumerate(seen):
+        assert found["LOCAL_RANK"] == found["ROLE_RANK"] == str(rank)
+        assert found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"] == found["ROLE_WORLD_SIZE"] == "2"
+        assert (found["GROUP_RANK"], found["GROUP_WORLD_SIZE"], found["ROLE_NAME"]) == ("0", "1", "default")
+        assert (found["MASTER_ADDR"], found["OMP_NUM_THREADS"]) == ("127.0.0.1", "1")  # as here
+        assert (found["TORCHELASTIC_RESTART_COUNT"], found["TORCHELASTIC_MAX_RESTARTS"]) == ("0", "0")
+        assert (found["SIGINT"], found["no CUDA"]) == ("<built-in function default_int_handler>", False)
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+    return seen
 
 
+def test_launch_gives_a_program_torchruns_variables_pythons_flags_and_descriptors_and_imports_once_what_it_needs(
+    start: Start, tmp_path: Path
+) -> None:
+    """Where CUDA_HOME or nvcc is, importing cpp_extension asks whether there is CUDA, which by default begins it."""
+    imports = """
+    import sys
+    print([name in sys.modules for name in ("torch.nn", "torchvision", "wave")], flush=True)
+    import torchvision
+    import torch.utils.cpp_extension
+    import wave
+    """
+    script = write(tmp_path, "found.py", textwrap.dedent(imports) + textwrap.dedent(FOUND))
+    python = f"{sys.executable} {' '.join(FLAGS)} -m ddp_manual launch --nproc_per_node=2 --standalone"
+    launch = start("bash", "-c", f"{python} {script} <(echo hi)", cwd=tmp_path, CUDA_HOME=str(tmp_path))
+    seen = found_by([launch])
+    assert launch.out.count("[True, True, False]") == 2
+    assert [found["descriptor"] for found in seen] == ["hi\n", False]
+    for found in seen:
+        assert found["started with"] == [1, ["ignore::ResourceWarning"], {"name": "1", "other": True}]
+        assert found["TORCHELASTIC_USE_AGENT_STORE"] == "True" and found["how torch looks for CUDA"] is None
+    assert "new processes" not in launch.err
+
+
+# In every process that is, or forks, a worker: torch says of its forks that they can not use CUDA.
+BEGINS_CUDA = """
+    import os, sys
+    if sys.orig_argv[1].endswith("worker"):
+        import torch
+        torch.cuda._is_in_bad_fork = lambda begun_by=os.getpid(): os.getpid() != begun_by
+"""
+
+
+def test_where_forks_could_not_use_cuda_workers_are_new_processes_and_a_line_says_so(
+    start: Start, tmp_path: Path
+) -> None:
+    write(tmp_path, "sitecustomize.py", BEGINS_CUDA)
+    script, env = write(tmp_path, "found.py", FOUND), {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    launch = start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path, **env)
+    assert [found["TORCHELASTIC_USE_AGENT_STORE"] for found in found_by([launch])] == ["True", "True"]
+    line = "an import has begun CUDA, which no fork can use: the ranks here start as new processes\n"
+    assert launch.err.count(line) == 1, launch.err
+
+
+def test_with_no_python_torch_itself_hosts_the_store_of_ranks_that_are_started_by_hand(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    script = write(tmp_path, "found.py", FOUND)
+    seen = found_by(ranks(sys.executable, script, options=("--run_id", "mine", "--no_python")))
+    for found in seen:
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in found and found["TORCHELASTIC_RUN_ID"] == "mine"
+
+
+# Each time that launch starts its two ranks they end in the next of these ways.
 ENDS = """
-    import atexit, os, signal, sys, threading, time
-    import torch.distributed as dist
-    how, rank = sys.argv[1], int(os.environ["RANK"])
-    dist.init_process_group("gloo")
-    atexit.register(print, "atexit", rank, flush=True)
-    if how == "late":
-        threading.Thread(target=lambda: (time.sleep(2), print("thread", rank, flush=True))).start()
-    if rank == 1:
-        if how == "exit":
-            sys.exit(3)
-        if how == "_exit":
-            os._exit(4)
-        if how == "raise":
-            raise ValueError("boom")
-        if how == "hook":
+    import atexit, ctypes, os, sys, time
+    import torch, torch.distributed as dist
+
+    def open_group():
+        dist.init_process_group("gloo")
+        atexit.register(print, "atexit", rank, flush=True)
+
+    def raises():
+        open_group()
+        if rank == 1:
             sys.excepthook = lambda kind, error, frames: print("own hook:", error, flush=True)
             raise ValueError("boom")
-        if how == "crash":
-            import ctypes
-            ctypes.string_at(0)
-    if how not in ("late", "done"):
         dist.barrier()
+
+    def crashes():
+        open_group()
+        if rank == 1:
+            ctypes.string_at(0)
+        dist.barrier()
+
+    def closes_its_group_too_early():
+        open_group()
+        for _ in range(10 + rank):
+            dist.all_reduce(torch.ones(4))
+        dist.destroy_process_group()
+        time.sleep(60)
+
+    def is_not_read():
+        open_group()
+        if rank == 1:
+            reading, writing = os.pipe()
+            for stream in (1, 2):
+                os.dup2(writing, stream)
+            print("x" * 1_000_000)
+        dist.all_reduce(torch.ones(1))
+
+    class Slow:
+        def __reduce__(self):
+            print("saving", flush=True)
+            time.sleep(3)
+            return (str, ("done",))
+
+    def raises_while_another_saves():
+        open_group()
+        if rank == 0:
+            torch.save(Slow(), "slow.pt")
+            time.sleep(60)
+        while not os.path.exists("slow.pt"):
+            time.sleep(0.01)
+        raise ValueError("boom")
+
+    def has_finished_while_another_opens_a_group():
+        if rank == 0:
+            open_group()
+
+    def becomes_another():
+        if sys.argv[-1] == "again":
+            time.sleep(2)
+            sys.exit(3)
+        if rank == 0:
+            os.execv(sys.executable, [sys.executable, *sys.argv, "again"])
+        time.sleep(60)
+
+    rank = int(os.environ["RANK"])
+    globals()[sys.argv[1 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])]]()
+"""
+EXECUTED = "rank 0's program has become another one (exec), without torch's store"
+FAILED, BOOM = r"rank 1 \(.*\) left with error\[training-failed\]: ValueError: boom", "rank 1 on .*: ValueError: boom"
+CLOSED = "rank 0 had closed the process group while rank 1 was still in a collective"
+STUCK = r"rank 1 \(.*\) is stuck while others wait: rank 0 waits for \d s"
+FINISHED = "rank 1 had finished while rank 0 was still in the call that opens a process group"
+GONE = r"rank 0 \(.*\) is gone: its worker exited with code 3 without a word"
+# For each way the exit codes of ranks 0 and 1, and what their errors say; rank 1 has finished well in one of them.
+WAYS = {
+    "raises": [(14, FAILED), (1, BOOM)],
+    "crashes": [(14, r"rank 1 \(.*\) is gone: SIGSEGV"), (139, r"rank 1 \(.*\) is gone: SIGSEGV")],
+    "closes_its_group_too_early": [(14, CLOSED), (14, CLOSED)],
+    "is_not_read": [(14, STUCK), (14, STUCK)],
+    "raises_while_another_saves": [(14, FAILED), (1, BOOM)],
+    "has_finished_while_another_opens_a_group": [(14, FINISHED)],
+    "becomes_another": [(3, GONE), (14, GONE)],
+}
+
+
+def test_however_a_program_ends_who_began_it_is_named_on_all_ranks_and_a_file_that_is_being_saved_is_finished(
+    start: Start, tmp_path: Path
+) -> None:
+    """A rank that nobody reads is stuck and not lost; one that has closed its group too early is named, and not the one
+    whose collective breaks; a program that executes itself is told that it takes torch's store along."""
+    script, folder = write(tmp_path, "ends.py", ENDS), tmp_path / "run"
+    limits = ["--peer_timeout", 3, "--stall_timeout", 4, "--max_restarts", len(WAYS) - 1]
+    command = [*DDP_MANUAL, "launch", "--nproc", 2, "--run_dir", folder, *limits, script, *WAYS]
+    launch = start(*command, cwd=tmp_path)
+    assert launch.wait(150) == 3, launch.err
+    whys = {}
+    for attempt, (way, errors) in enumerate(WAYS.items()):
+        restart = f".restart{attempt}" if attempt < len(WAYS) - 1 else ""
+        for rank, (code, what) in enumerate(errors):
+            failure = json.loads((folder / f"failure-rank{rank}{restart}.json").read_text())
+            assert failure["exit_code"] == code and re.fullmatch(what, failure["what"]), (way, failure)
+            whys[way, rank] = failure["why"] + failure["next"]
+    assert "[rank 1] own hook: boom\n[rank 1] atexit 1\n" in launch.out
+    assert 'ends.py", line ' in whys["raises", 1] and "script.py" not in whys["raises", 1]
+    assert re.search(r'ends\.py", line \d+ in crashes', whys["crashes", 0])
+    for rank in (0, 1):
+        assert "rank 0 began last the 10th of the default group" in whys["closes_its_group_too_early", rank]
+        assert "rank 1 (" in whys["is_not_read", rank] and ": running, on ends.py:" in whys["is_not_read", rank]
+        assert (
+            EXECUTED in whys["becomes_another", rank] and "start it with --no_python" in whys["becomes_another", rank]
+        )
+    assert EXECUTED in launch.err.partition("error[master-lost]")[0]  # at once, before its end
+    assert (tmp_path / "slow.pt").stat().st_size > 100
+    assert "rank 0 failed first, with exit code 3, after " in launch.err
+
+
+WORKS_ON = """
+    import atexit, os, sys, threading, time
+    import torch, torch.distributed as dist
+
+    def open_group_at(port):  # as tutorials do, with and without a port of their own
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", port
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == 2
+        dist.destroy_process_group()
+
+    def work_on():
+        time.sleep(0.5 if rank == 0 else 3)
+        if rank == 1:
+            dist.distributed_c10d._get_default_store().set("late", "1")
+        print("thread", rank, flush=True)
+
+    rank, address = int(os.environ["RANK"]), dict(os.environ)
+    open_group_at(sys.argv[1])
+    open_group_at(address["MASTER_PORT"])
+    os.environ.update(address)
+    dist.init_process_group("gloo")
+    for _ in range(20):
+        dist.all_reduce(torch.ones(1))
+    atexit.register(print, "atexit", rank, flush=True)
+    threading.Thread(target=work_on).start()
     print("end", rank, flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "said"),
-    [
-        ("_exit", 4, "is gone: its worker exited with code 4 without a word"),
-        ("raise", 1, "error[training-failed]: rank 1 on {host}: ValueError: boom"),
-        ("hook", 1, "own hook: boom"),
-        ("crash", 139, "is gone: SIGSEGV"),
-    ],
-)
-def test_the_end_of_a_script_is_the_ranks_and_the_others_are_told(
-    ranks: Ranks, tmp_path: Path, how: str, code: int, said: str
+def test_a_program_opens_groups_where_it_likes_and_its_threads_and_atexit_handlers_end_as_they_do_in_plain_python(
+    start: Start, tmp_path: Path, port: int
 ) -> None:
-    processes = ranks(write(tmp_path, "ends.py", ENDS), how)
-    assert [process.wait(60) for process in processes] == [14, code], processes[1].err
-    assert said.format(host=os.uname().nodename) in processes[1].err + processes[1].out
-    assert said.replace(": rank 1 on {host}", "") in processes[0].err or how == "hook"
-    assert [line.startswith("error[") for line in processes[0].err.splitlines()].count(True) == 1
-    if how in ("raise", "hook"):
-        assert "atexit 1" in processes[1].out and "error[" in processes[1].err
-    if how == "raise":
-        assert 'ends.py", line ' in processes[1].err and "script.py" not in processes[1].err
-        assert "Traceback" not in processes[0].err and "its terminal, which has the traceback\n" in processes[0].err
-
-
-def test_threads_and_atexit_handlers_end_as_they_do_in_plain_python(ranks: Ranks, tmp_path: Path) -> None:
-    processes = ranks(write(tmp_path, "ends.py", ENDS), "late")
-    assert [process.wait(60) for process in processes] == [0, 0], processes[0].err
-    for rank, process in enumerate(processes):
-        assert process.out.splitlines() == [f"end {rank}", f"thread {rank}", f"atexit {rank}"]
-        assert "error[" not in process.err
-
-
-def test_rank_0_keeps_the_store_for_a_rank_whose_script_goes_on(ranks: Ranks, tmp_path: Path) -> None:
-    script = write(
-        tmp_path,
-        "slow.py",
-        """
-        import os, time
-        import torch.distributed as dist
-        dist.init_process_group("gloo")
-        if os.environ["RANK"] == "1":
-            time.sleep(3)
-            dist.distributed_c10d._get_default_store().set("late", "1")
-            print("set", flush=True)
-        """,
-    )
-    processes = ranks(script)
-    processes[0].wait_for("keeping the store for rank 1, still at work")
-    assert [process.wait(60) for process in processes] == [0, 0], processes[1].err
-    assert processes[1].out == "set\n"
-
-
-WAITS = """
-    import time
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    print("ready", flush=True)
-    time.sleep(60)
-"""
+    """torch would wait at a port of the program's own for a store of the launcher's. Rank 0 keeps the store for a rank
+    that goes on. What holds nothing is told once what a loss will cost."""
+    write(tmp_path, "works.py", WORKS_ON)
+    launch = start(*DDP_MANUAL, "launch", "--nproc", 2, "--on_loss", "wait", "works.py", port, cwd=tmp_path)
+    assert launch.wait() == 0, launch.err
+    for rank in (0, 1):
+        said = [line for line in launch.out.splitlines() if line.startswith(f"[rank {rank}]")]
+        assert said == [f"[rank {rank}] {name} {rank}" for name in ("end", "thread", "atexit")]
+    assert "keeping the store for rank 1, still at work" in launch.err and "error[" not in launch.err
+    line = "works.py does not call hold(): after a loss all ranks start it again from its beginning"
+    assert [one for one in launch.err.splitlines() if "hold()" in one] == [f"[rank 0] {line}"]
 
 
 TUTORIAL = """
-    import os, sys
+    import os
     import torch, torch.distributed as dist, torch.multiprocessing as mp
 
     def work(rank, world_size):
-        os.environ["MASTER_ADDR"] = "localhost"
-        os.environ["MASTER_PORT"] = "{port}" or os.environ["MASTER_PORT"]
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "{port}"
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         total = torch.ones(1)
         dist.all_reduce(total)
@@ -284,50 +373,39 @@ TUTORIAL = """
         dist.destroy_process_group()
 
     if __name__ == "__main__":
-        if int(os.environ["WORLD_SIZE"]) > 1:
-            work(int(os.environ["RANK"]), 2)
-        else:
-            mp.spawn(work, args=(2,), nprocs=2)
+        mp.spawn(work, args=(2,), nprocs=2)
 """
 
 
-@pytest.mark.parametrize(("ranks", "chooses_port"), [(1, True), (2, True), (2, False)])
-def test_a_tutorial_that_chooses_where_its_ranks_meet_works_as_without_a_launcher(
-    start: Start, tmp_path: Path, port: int, ranks: int, chooses_port: bool
+def test_processes_that_a_program_spawns_may_train_and_are_said_to_be_no_ranks(
+    start: Start, tmp_path: Path, port: int
 ) -> None:
-    """torch would wait at that port for a store of the launcher's."""
-    script = write(tmp_path, "tutorial.py", TUTORIAL.format(port=port if chooses_port else ""))
-    launched = start(*DDP_MANUAL, "launch", "--nproc", ranks, script, cwd=tmp_path)
+    script = write(tmp_path, "tutorial.py", TUTORIAL.format(port=port))
+    launched = start(*DDP_MANUAL, "launch", "--nproc", 1, script, cwd=tmp_path)
     assert launched.wait() == 0, launched.err
     assert launched.out.count("ranks: 2") == 2
-    own = "starts processes of its own (2, torch.multiprocessing): they are no ranks"
-    assert launched.err.count(own) == (ranks == 1)
-
-
-def test_a_rank_that_opens_a_process_group_beside_one_that_has_finished_is_told_so(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    script = write(
-        tmp_path,
-        "alone.py",
-        """
-        import os, torch.distributed as dist
-        if os.environ["RANK"] == "0":
-            dist.init_process_group("gloo")
-        """,
-    )
-    waits, done = ranks(script)
-    assert done.wait() == 0
-    assert waits.wait(60) == 14
-    said = "rank 1 had finished while rank 0 was still in the call that opens a process group\n"
-    assert waits.err.partition("error[peer-lost]: ")[2].startswith(said), waits.err
+    assert launched.err.count("starts processes of its own (2, torch.multiprocessing): they are no ranks") == 1
 
 
 OPENS_AGAIN = """
-    import os, threading
-    import torch, torch.distributed as dist
+    import os, sys, threading, time
+    import torch, torch.distributed as dist, torch.distributed.rpc as rpc
+
+    rank, x = int(os.environ["RANK"]), torch.ones(4)
+    if rank < 2:
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3)
+    rpc.shutdown()
+    for late in range(3):
+        dist.init_process_group("gloo")
+        dist.all_reduce(x)
+        time.sleep(late == rank)
+        dist.destroy_process_group()
+        time.sleep(late == 1 + rank)
+
     dist.init_process_group("gloo")
-    rank, x = dist.get_rank(), torch.ones(4)
 
     def wait():  # as in a collective, or in a long backward pass
         late = torch.futures.Future()
@@ -346,7 +424,7 @@ OPENS_AGAIN = """
     wait()
     dist.destroy_process_group()
     # Two go on, and torch gives their groups the same names.
-    dist.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
     pair = dist.new_group([0, 1])
     for _ in range(3010):
         dist.all_reduce(x, group=pair)
@@ -356,120 +434,19 @@ OPENS_AGAIN = """
 """
 
 
-def test_ranks_open_their_group_again_although_one_of_them_is_late(start: Start, tmp_path: Path) -> None:
+def test_ranks_open_groups_again_although_one_of_them_is_late_and_one_may_end_once_it_has_made_all_its_calls(
+    start: Start, tmp_path: Path
+) -> None:
     """torch would find the addresses of the group before, in the store that all of them meet at. Some may be in a group
     of their own first, and none of them in an RPC group, as in torch's tutorial of both."""
-    script = write(
-        tmp_path,
-        "rounds.py",
-        """
-        import os, time, torch, torch.distributed as dist, torch.distributed.rpc as rpc
-        rank = int(os.environ["RANK"])
-        if rank < 2:
-            dist.init_process_group("gloo", rank=rank, world_size=2)
-            dist.all_reduce(torch.ones(1))
-            dist.destroy_process_group()
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3)
-        rpc.shutdown()
-        for late in range(3):
-            dist.init_process_group("gloo")
-            dist.all_reduce(torch.ones(1))
-            time.sleep(late == rank)
-            dist.destroy_process_group()
-            time.sleep(late == 1 + rank)
-        """,
-    )
-    launched = start(*DDP_MANUAL, "launch", "--nproc", 3, script, cwd=tmp_path)
-    assert launched.wait(60) == 0, launched.err
-
-
-def test_a_rank_that_has_made_all_its_calls_may_end_while_others_open_a_group_and_wait(
-    start: Start, tmp_path: Path, port: int
-) -> None:
-    script = write(tmp_path, "again.py", OPENS_AGAIN.format(store=tmp_path / "store"))
-    command = [*DDP_MANUAL, "launch", "--nproc", 3, "--master_port", port, script]
-    launched = start(*command, cwd=tmp_path)
+    script = write(tmp_path, "again.py", OPENS_AGAIN)
+    launched = start(*DDP_MANUAL, "launch", "--nproc", 3, script, tmp_path / "store", cwd=tmp_path)
     assert launched.wait() == 0, launched.err
-
-
-def test_a_rank_that_has_closed_its_group_too_early_is_named_and_not_the_one_whose_collective_breaks(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    script = write(
-        tmp_path,
-        "early.py",
-        """
-        import time, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        for _ in range(10 + dist.get_rank()):
-            dist.all_reduce(torch.ones(4))
-        dist.destroy_process_group()
-        time.sleep(60)
-        """,
-    )
-    two = ranks(script)
-    assert [rank.wait(30) for rank in two] == [14, 14]
-    for rank in two:
-        error = rank.err.partition("error[peer-lost]: ")[2]
-        assert error.startswith("rank 0 had closed the process group while rank 1 was still in a collective\n")
-        assert "rank 0 began last the 10th of the default group" in error
-
-
-def test_under_launch_another_rank_shows_the_line_that_rank_0_is_not_told(start: Start, tmp_path: Path) -> None:
-    script = write(
-        tmp_path,
-        "debugged.py",
-        """
-        import os, pdb, threading, torch.distributed as dist
-        dist.init_process_group("gloo")
-        if dist.get_rank() == 0:
-            reading, writing = os.pipe()
-            threading.Timer(4, os.write, (writing, b"c\\n")).start()
-            pdb.Pdb(stdin=os.fdopen(reading), stdout=open(os.devnull, "w")).set_trace()
-        dist.barrier()
-        """,
-    )
-    launched = start(*DDP_MANUAL, "launch", "--nproc", 3, script, cwd=tmp_path)
-    assert launched.wait() == 0, launched.err
-    assert launched.err.count("is in a debugger, on debugged.py:") == 1
-
-
-def test_ctrl_c_reaches_the_script_and_ends_the_run_in_seconds(ranks: Ranks, tmp_path: Path) -> None:
-    processes = ranks(write(tmp_path, "waits.py", WAITS))
-    for process in processes:
-        process.wait_for("ready")
-    processes[1].process.send_signal(signal.SIGINT)
-    assert [process.wait(20) for process in processes] == [14, 130], processes[0].err  # where it would sleep for 60 s
-    assert "error[stopped]: stopped by Ctrl-C (SIGINT)" in processes[1].err
-    assert "left with error[stopped]" in processes[0].err
-
-
-def test_a_script_that_nobody_reads_is_stuck_in_its_print_and_is_not_lost(ranks: Ranks, tmp_path: Path) -> None:
-    script = write(
-        tmp_path,
-        "prints.py",
-        """
-        import os, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        if dist.get_rank() == 1:
-            reading, writing = os.pipe()
-            for stream in (1, 2):
-                os.dup2(writing, stream)
-            print("x" * 1_000_000)
-        dist.all_reduce(torch.ones(1))
-        """,
-    )
-    processes = ranks(script, options=("--stall_timeout", 2, "--peer_timeout", 2))
-    assert [process.wait(30) for process in processes] == [14, 14], processes[0].err
-    for process in processes:
-        assert "error[peer-stalled]: rank 1 (" in process.err
-        assert "running, on prints.py:8 in <module>" in process.err
 
 
 # Rank 0 writes for so many seconds once it is asked to end, and says how often it was asked; the others just end.
 SAVES = """
     import os, signal, sys, time
-    import torch.distributed as dist
 
     def save(number, frame):
         signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -480,7 +457,9 @@ SAVES = """
         print("saved after", [*os.read(came, 100)], flush=True)
         sys.exit(0)
 
-    dist.init_process_group("gloo")
+    if os.environ["WORLD_SIZE"] == "2":
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
     if os.environ["RANK"] == "0":
         came, coming = os.pipe()
         os.set_blocking(coming, False)
@@ -491,146 +470,52 @@ SAVES = """
 """
 
 
-def test_a_program_whose_peer_was_told_to_stop_is_asked_once_and_has_the_time_to_save(
+def test_ctrl_c_reaches_the_program_and_that_of_another_rank_is_asked_once_to_end_and_has_the_time_to_save(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     processes = ranks(write(tmp_path, "saves.py", SAVES), 7)
     for process in processes:
         process.wait_for("ready")
-    processes[1].process.send_signal(signal.SIGTERM)
-    assert [process.wait(20) for process in processes] == [14, 143], processes[0].err
+    processes[1].process.send_signal(signal.SIGINT)
+    assert [process.wait(20) for process in processes] == [14, 130], processes[0].err  # where it would sleep for 60 s
     assert processes[0].out == "ready\nsaved after [15]\n"
+    assert "error[stopped]: stopped by Ctrl-C (SIGINT)" in processes[1].err
     assert "left with error[stopped]" in processes[0].err
+    assert not (tmp_path / "runs").exists()
 
 
-def terminate(started: RankProcess, by: str, asked: Path) -> None:
-    """Send SIGTERM to a process group, as timeout and Slurm do; to each process, as systemd does; or to agents alone.
-    The program has it before its agent does anything about it."""
-    agent = psutil.Process(started.process.pid)
-    if by == "agent":
-        agent.terminate()
-        return
+def terminate(agent: psutil.Process, by: str, asked: Path) -> None:
+    """Send SIGTERM to a process group, as timeout and Slurm do, or to each process, as systemd does. The program has it
+    before its agent does anything about it."""
     agent.suspend()
     if by == "group":
         os.killpg(agent.pid, signal.SIGTERM)
     else:
         for process in (agent, *agent.children(recursive=True)):
             process.terminate()
-    deadline = time.monotonic() + 20
-    while not asked.exists() and (by == "each" or "launch" not in started.arguments):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(asked.exists, 20)
     agent.resume()
 
 
-@pytest.mark.parametrize("by", ["group", "each"])
-def test_a_signal_reaches_a_program_once_however_it_is_sent(start: Start, tmp_path: Path, by: str) -> None:
-    run = start(*DDP_MANUAL, "run", "--world_size", 1, write(tmp_path, "saves.py", SAVES), 0.5, cwd=tmp_path)
+@pytest.mark.parametrize(("by", "options"), [("group", ["--no_python", sys.executable]), ("each", [])])
+def test_a_signal_reaches_a_program_once_however_it_is_sent(
+    start: Start, tmp_path: Path, by: str, options: list[str]
+) -> None:
+    script = write(tmp_path, "saves.py", SAVES)
+    run = start(*DDP_MANUAL, "run", "--world_size", 1, *options, script, 0.5, cwd=tmp_path)
     run.wait_for("ready")
-    terminate(run, by, tmp_path / "asked")
+    terminate(psutil.Process(run.process.pid), by, tmp_path / "asked")
     assert run.wait(20) == 0, run.err
     assert run.out == "ready\nsaved after [15]\n"
     assert run.err.count("SIGTERM") == 1
 
 
-@pytest.mark.parametrize("by", ["group", "agent"])
-def test_launch_that_is_signalled_lets_a_program_save(start: Start, tmp_path: Path, by: str) -> None:
+def test_launch_that_is_signalled_lets_a_program_save(start: Start, tmp_path: Path) -> None:
     launch = start(*DDP_MANUAL, "launch", "--nproc", 2, write(tmp_path, "saves.py", SAVES), 1.5, cwd=tmp_path)
     launch.wait_for("[rank 0] ready")
     launch.wait_for("[rank 1] ready")
-    terminate(launch, by, tmp_path / "asked")
+    launch.process.terminate()
     assert launch.wait(20) == 143, launch.err
     assert launch.out.count("saved after [15]") == 1
     assert "left with error" not in launch.err
-
-
-def test_a_file_that_is_being_saved_when_the_run_ends_is_finished_first(ranks: Ranks, tmp_path: Path) -> None:
-    script = write(
-        tmp_path,
-        "saves.py",
-        """
-        import os, time, torch, torch.distributed as dist
-
-        class Slow:
-            def __reduce__(self):
-                print("saving", flush=True)
-                time.sleep(3)
-                return (str, ("done",))
-
-        dist.init_process_group("gloo")
-        if os.environ["RANK"] == "0":
-            torch.save(Slow(), "slow.pt")
-            print("saved", flush=True)
-            time.sleep(60)
-        while not os.path.exists("slow.pt"):
-            time.sleep(0.01)
-        raise ValueError("boom")
-        """,
-    )
-    processes = ranks(script)
-    assert [process.wait(30) for process in processes] == [14, 1], processes[0].err
-    assert (tmp_path / "slow.pt").stat().st_size > 100 and processes[0].out.startswith("saving\n")
-
-
-def test_launch_has_imported_torchvision_for_all_ranks_of_a_script_that_needs_it(start: Start, tmp_path: Path) -> None:
-    text = "import sys\nloaded = [name in sys.modules for name in ('torch.nn', 'torchvision', 'wave')]\n"
-    script = write(tmp_path, "vision.py", f"{text}print(loaded, flush=True)\nimport torchvision\nimport wave\n")
-    launch = start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path)
-    assert launch.wait(60) == 0, launch.err
-    assert launch.out.count("[True, True, False]") == 2
-
-
-def test_a_script_that_imports_cpp_extension_can_use_cuda_under_launch(start: Start, tmp_path: Path) -> None:
-    """Where CUDA_HOME or nvcc is, that import asks whether there is CUDA, which by default begins it."""
-    seen = "torch.cuda._is_in_bad_fork(), os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')"
-    script = write(
-        tmp_path, "own.py", f"import os\nimport torch.utils.cpp_extension\nprint('seen', {seen}, flush=True)\n"
-    )
-    launch = start(*DDP_MANUAL, "launch", "--nproc", 2, script, cwd=tmp_path, CUDA_HOME=str(tmp_path))
-    assert launch.wait() == 0, launch.err
-    assert launch.out.count("seen False None") == 2, launch.out
-    assert "new processes" not in launch.err
-
-
-# In every process that is, or forks, a worker: torch says of its forks that they can not use CUDA.
-BEGINS_CUDA = """
-    import os, sys
-    if sys.orig_argv[1].endswith("worker"):
-        import torch
-        torch.cuda._is_in_bad_fork = lambda begun_by=os.getpid(): os.getpid() != begun_by
-"""
-
-
-def test_where_forks_could_not_use_cuda_workers_are_new_processes_and_a_line_says_so(
-    start: Start, tmp_path: Path
-) -> None:
-    write(tmp_path, "sitecustomize.py", BEGINS_CUDA)
-    script = "import signal, torch\nprint('seen', torch.cuda._is_in_bad_fork(), signal.getsignal(signal.SIGINT))\n"
-    write(tmp_path, "own.py", script)
-    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    run = start(*DDP_MANUAL, "launch", "--nproc", 2, "own.py", cwd=tmp_path, **env)
-    assert run.wait() == 0, run.err
-    line = "an import has begun CUDA, which no fork can use: the ranks here start as new processes\n"
-    assert run.err.count(line) == 1, run.err
-    assert run.out.count("seen False <built-in function default_int_handler>") == 2, run.out
-
-
-def test_a_script_that_holds_nothing_is_told_once_what_a_loss_will_cost(start: Start, tmp_path: Path) -> None:
-    text = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-    train = "for step in range(20):\n    dist.all_reduce(torch.ones(1))\n"
-    script = write(tmp_path, "train.py", f"{text}{train}")
-    run = start(*DDP_MANUAL, "launch", "--nproc", 2, "--on_loss", "wait", script.name, cwd=tmp_path)
-    assert run.wait() == 0, run.err
-    line = "train.py does not call hold(): after a loss all ranks start it again from its beginning"
-    said = [one for one in run.err.splitlines() if "hold()" in one]
-    assert said == [f"[rank 0] {line}"]
-
-
-def test_launch_ends_with_the_exit_code_of_the_script_and_leaves_no_folder(start: Start, tmp_path: Path) -> None:
-    script = write(tmp_path, "ends.py", ENDS)
-    folder = tmp_path / "here"
-    folder.mkdir()
-    launch = start(*DDP_MANUAL, "launch", "--nproc_per_node=2", "--standalone", script, "exit", cwd=folder)
-    assert launch.wait(60) == 3, launch.err
-    assert "rank 1 failed first, with exit code 3, after " in launch.err
-    assert [*folder.iterdir()] == []
+    assert not (tmp_path / "runs").exists()

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from ddp_manual.agent.network_interface import interface_addresses, own_address
-from tests.conftest import REPOSITORY, RankProcess, Start, free_port, gone
+from tests.conftest import REPOSITORY, Start, free_port, gone
 
 STATE = """
-    import faulthandler, logging, os, resource, signal, sys, threading
+    import faulthandler, logging, os, resource, signal, sys
     import ddp_manual
 
     def state():
@@ -33,26 +33,19 @@ STATE = """
 
 AS_FOUND = f"""
 {STATE}
+    import numpy  # torch imports it, which sets and removes a variable
+    put = set()  # such as RES_OPTIONS, which look-ups of the user's threads and programs would read
+    sys.addaudithook(lambda event, arguments: event == "os.putenv" and put.add(os.fsdecode(arguments[0])))
+
     def changed_by(body, **options):
-        before, seen, over = state(), set(), threading.Event()
-
-        def look():  # such as RES_OPTIONS, which look-ups of the user's threads and programs would read
-            while not over.is_set():
-                seen.update(os.environ)
-
-        looking = threading.Thread(target=look)
-        looking.start()
+        before = state()
+        put.clear()
         try:
             with ddp_manual.join(device="cpu", **options):
-                inside = set(os.environ)
-                over.set()
-                looking.join()
-                print(sorted(seen - set(before["environment"]) - inside))
+                print(sorted(put - set(before["environment"]) - set(os.environ)))
                 body()
         except (KeyError, ddp_manual.DdpManualError) as error:
             print(type(error).__name__)
-        over.set()
-        looking.join()
         after = state()
         print([name for name in before if before[name] != after[name]])
 
@@ -82,9 +75,9 @@ ANOTHER_RUN = """
         with ddp_manual.join(device="cpu", world_size=2, **place) as world:
             print(world.rank, os.environ["RANK"], os.environ["GLOO_SOCKET_IFNAME"], flush=True)
             if number == 0 and world.rank == 0:
-                check = [sys.executable, "-m", "ddp_manual", "check", "--world_size", "1", "--rank", "0"]
+                run = [sys.executable, "-m", "ddp_manual", "run", "--world_size", "1", "--rank", "0"]
                 other_run = ["--master_port", ports[2], "--master_addr", addresses[1]]
-                subprocess.run([*check, *other_run], check=True)
+                subprocess.run([*run, *other_run, "--no_python", "env"], check=True)
     alone = ddp_manual.WorldSpec.from_environment()
     print(alone.world_size, alone.rank, alone.master_addr, alone.master_port)
 """
@@ -103,7 +96,7 @@ JOINING_TWICE = """
     import ddp_manual
 
     def work(rank=None):
-        options = {} if rank is None else {"rank": rank, "world_size": 2, "master_port": int(sys.argv[1])}
+        options = {} if rank is None else {"rank": rank, "world_size": 1, "master_port": int(sys.argv[1])}
         for _ in range(2):
             with ddp_manual.join(device="cpu", **options) as world:
                 total = torch.ones(1)
@@ -112,20 +105,10 @@ JOINING_TWICE = """
 
     if __name__ == "__main__":
         if sys.argv[1:]:
-            torch.multiprocessing.spawn(work, nprocs=2)
+            torch.multiprocessing.spawn(work, nprocs=1)
         else:
             work()
 """
-
-
-@pytest.fixture
-def waiting(start: Start, tmp_path: Path) -> tuple[RankProcess, psutil.Process]:
-    """A script of one rank that sleeps, and its agent."""
-    script = _written(tmp_path, WAITING)
-    process = start(sys.executable, script)
-    process.wait_for("inside")
-    (agent,) = psutil.Process(process.process.pid).children()
-    return process, agent
 
 
 def _written(folder: Path, code: str) -> Path:
@@ -158,18 +141,17 @@ def test_neither_a_second_join_nor_a_program_that_a_rank_starts_takes_over_port_
         lines = rank.out.splitlines()
         assert lines[0] == f"{number} {number} lo"
         assert lines[-2:] == [f"{1 - number} {1 - number} {interface}", "1 0 127.0.0.1 29500"]
-    assert f"{address} on {interface}, on the way to {address}" in ranks[0].out
-    assert "SOCKET_IFNAME" not in ranks[0].out
+    told = dict(line.split("=", 1) for line in ranks[0].out.splitlines() if "=" in line)
+    found = [told[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")]
+    assert found == ["0", "1", address, interface]
+    assert f"listening at {address}:{ports[2]}\n" in ranks[0].err
 
 
-def test_a_script_ends_with_its_agent(waiting: tuple[RankProcess, psutil.Process]) -> None:
-    script, agent = waiting
-    agent.kill()
-    assert script.wait(10) == -signal.SIGKILL
-
-
-def test_an_agent_ends_with_its_script(waiting: tuple[RankProcess, psutil.Process]) -> None:
-    script, agent = waiting
+def test_an_agent_ends_with_its_script(start: Start, tmp_path: Path) -> None:
+    """And the other way round: see test_library."""
+    script = start(sys.executable, _written(tmp_path, WAITING))
+    script.wait_for("inside")
+    (agent,) = psutil.Process(script.process.pid).children()
     script.process.send_signal(signal.SIGKILL)
     assert gone([agent], 10)
 
@@ -177,25 +159,20 @@ def test_an_agent_ends_with_its_script(waiting: tuple[RankProcess, psutil.Proces
 def test_ranks_join_twice_below_torchrun_and_below_torchs_own_spawn(start: Start, tmp_path: Path, port: int) -> None:
     script = _written(tmp_path, JOINING_TWICE)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    for process in (start(*torchrun, script), start(sys.executable, script, port)):
+    two, spawned = start(*torchrun, script), start(sys.executable, script, port)
+    for process, said in ((two, ["0 2.0"] * 2 + ["1 2.0"] * 2), (spawned, ["0 1.0"] * 2)):
         assert process.wait(60) == 0, process.err
-        assert sorted(process.out.splitlines()) == ["0 2.0"] * 2 + ["1 2.0"] * 2
+        assert sorted(process.out.splitlines()) == said
         assert "error[" not in process.err
 
 
-@pytest.mark.parametrize(
-    ("body", "codes", "said"),
-    [
-        ("if world.rank == 0: sys.exit(0)\n    time.sleep(3)", [0, 0], ""),
-        ("if world.rank == 1: sys.exit(3)\n    time.sleep(60)", [14, 3], ": the program exited with code 3"),
-    ],
-)
-def test_how_a_script_exits_inside_join_is_how_its_rank_has_ended(
-    start_joined: Start, body: str, codes: list[int], said: str
+def test_a_script_that_exits_inside_join_ends_its_rank_with_that_code_and_the_others_that_sleep(
+    start_joined: Start,
 ) -> None:
+    body = "if world.rank == 1: sys.exit(3)\n    time.sleep(60)"
     ranks = start_joined(f"import sys, time, ddp_manual\nwith ddp_manual.join(peer_timeout=3) as world:\n    {body}\n")
-    assert [rank.wait(30) for rank in ranks] == codes, ranks[1].err
-    assert said in ranks[0].err and ("error[" in ranks[0].err) is bool(said)
+    assert [rank.wait(30) for rank in ranks] == [14, 3], ranks[1].err
+    assert "error[" in ranks[0].err and ": the program exited with code 3" in ranks[0].err
 
 
 SOON = """
@@ -206,12 +183,17 @@ if os.path.basename(sys.orig_argv[1]) == "agent":
 """
 
 
-def test_a_rank_that_works_on_after_rank_0_has_left_ends_well(start_joined: Start, tmp_path: Path) -> None:
+def test_a_rank_that_works_on_after_rank_0_has_exited_and_left_ends_well(start_joined: Start, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SOON)
     body = (
-        "import time, ddp_manual\nwith ddp_manual.join() as world:\n    time.sleep(6 * world.rank)\nprint('came out')\n"
+        "import sys, time, ddp_manual\n"
+        "with ddp_manual.join() as world:\n"
+        "    if world.rank == 0: sys.exit(0)\n"
+        "    time.sleep(6)\n"
+        "print('came out')\n"
     )
     ranks = start_joined(body, PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
     assert [rank.wait(30) for rank in ranks] == [0, 0], ranks[1].err
+    assert "error[" not in ranks[0].err
     assert "rank 0 has finished and left; this rank goes on alone" in ranks[1].err
     assert "came out" in ranks[1].out

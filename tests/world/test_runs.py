@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import LONGER, SHORT, RankProcess, Start
+from tests.conftest import LONGER, SHORT, RankProcess, Start, wait_until
 from tests.real_scripts import environment
 
 COMMAND = (sys.executable, "-m", "ddp_manual")
@@ -60,22 +60,28 @@ def test_ranks_that_never_train_leave_no_folder_unless_it_was_named(start: Start
     assert (run["state"], run["world_size"]) == ("failed: rank-missing", None)
 
 
-def test_a_run_that_fails_after_its_first_step_leaves_why_until_it_is_resumed(
+def test_runs_tells_how_a_run_has_failed_that_it_is_resumed_and_trains_and_that_it_was_killed(
     start: Start, launch_here: Callable[..., RankProcess], here: Path
 ) -> None:
-    steps = ("--checkpoint_steps", 8)
-    assert launch_here(*steps, **environment("raise@1:20")).wait(60) == 1
+    """The kernel's lock on a file of the folder says whether it trains; meanwhile no other run may use the folder."""
+    training = (*LONGER, 1000)
+    assert launch_here(*training, "--checkpoint_steps", 8, **environment("raise@1:20")).wait(60) == 1
     (run,) = runs_in(here, start)
     assert (run["state"], run["world_size"]) == ("failed: training-failed", 2)
     assert run["why"].endswith("ValueError: rank 1 was told to fail")
     folder = here / run["run_dir"]
     assert sorted(path.name for path in folder.glob("failure-*")) == ["failure-rank0.json", "failure-rank1.json"]
-    assert launch_here(*steps, "--resume", "auto", before=("--run_dir", folder)).wait(60) == 0
-    assert sorted(path.name for path in folder.glob("failure-*")) == [
-        f"failure-rank{rank}.restart0.json" for rank in (0, 1)
-    ]
-    (run,) = runs_in(here, start)
-    assert (run["state"], run["why"]) == ("finished", None)
+    trains = launch_here(*training, "--resume", "auto", before=("--run_dir", folder))
+    trains.wait_for("step ")
+    set_aside = [f"failure-rank{rank}.restart0.json" for rank in (0, 1)]
+    assert sorted(path.name for path in folder.glob("failure-*")) == set_aside
+    assert [(run["state"], run["why"]) for run in runs_in(here, start)] == [("running", None)]
+    second = launch_here(*training, "--resume", "auto", before=("--run_dir", folder))
+    assert second.wait(60) == 2
+    assert f"error[bad-option]: --run_dir {folder} is in use" in second.err
+    assert sorted(path.name for path in folder.glob("failure-*")) == set_aside
+    trains.kill()
+    wait_until(lambda: runs_in(here, start)[0]["state"] == "unfinished", 20)
 
 
 def test_what_a_script_has_put_into_a_folder_that_it_has_named_stays_when_it_fails(
@@ -95,21 +101,3 @@ def test_what_a_script_has_put_into_a_folder_that_it_has_named_stays_when_it_fai
     assert process.wait(60) == 1
     [folder] = (here / "runs").iterdir()
     assert {path.name for path in folder.iterdir()} == {"config.json", "failure-rank0.json"}
-
-
-def test_runs_tells_a_run_that_was_killed_from_one_that_trains_whose_folder_no_other_run_may_use(
-    start: Start, launch_here: Callable[..., RankProcess], here: Path
-) -> None:
-    """The kernel's lock on a file of the folder says which of the two it is."""
-    killed = launch_here(*LONGER, 1000, before=("--run_dir", "runs/killed"))
-    killed.wait_for("step ")
-    killed.kill()
-    trains = launch_here(*LONGER, 1000, before=("--run_dir", "runs/trains"))
-    trains.wait_for("step ")
-    assert [run["state"] for run in runs_in(here, start)] == ["unfinished", "running"]
-    second = launch_here("--resume", "auto", before=("--run_dir", "runs/trains"))
-    assert second.wait(60) == 2
-    assert "error[bad-option]: --run_dir runs/trains is in use" in second.err
-    assert not list((here / "runs" / "trains").glob("failure*"))
-    trains.process.send_signal(signal.SIGTERM)
-    assert trains.wait(30) == 143

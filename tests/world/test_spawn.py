@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import textwrap
@@ -16,7 +15,7 @@ import pytest
 from tests.conftest import RankProcess, Start, gone
 
 SCRIPT = """
-    import json, os, signal, sys, time
+    import json, sys, time
     import ddp_manual
     from ddp_manual import TrainConfig
 
@@ -30,19 +29,6 @@ SCRIPT = """
     def train(world, options):
         summary = ddp_manual.train(world, TrainConfig(**options))
         print(world.rank, summary["run_dir"], flush=True)
-
-    def train_and_save_slowly(world, options):
-        from ddp_manual.training import checkpoint_files
-
-        write = checkpoint_files.write
-
-        def slowly(*arguments):
-            open("saving", "w").close()
-            time.sleep(3)
-            return write(*arguments)
-
-        checkpoint_files.write = slowly
-        train(world, options)
 
     def sleep(world, options):
         print("asleep", file=sys.stderr, flush=True)
@@ -59,12 +45,6 @@ SCRIPT = """
         if world.rank == 1:
             raise Odd("no such thing", options)
         dist.all_reduce(torch.ones(1))
-
-    if __name__ == "__mp_main__" and sys.argv[1] == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def die(world, options):
-        pass
 
     if __name__ == "__main__":
         try:
@@ -101,12 +81,6 @@ def test_the_error_of_the_rank_that_began_it_is_raised_in_the_parent_with_its_ex
     assert error.startswith(f"error[training-failed]: rank 1 on {os.uname().nodename}: Odd: ('no such thing', ")
     assert 'raise Odd("no such thing", options)' in error
     assert cause.startswith("Odd('no such thing', {'dataset': ")
-
-
-def test_a_rank_that_is_killed_is_named_with_the_signal(spawn: Start) -> None:
-    script = spawn("die", 1)
-    assert script.wait() == 128 + signal.SIGKILL
-    assert re.search(r"^error\[master-lost\]: rank 0 \(.*\) is gone: SIGKILL$", script.err, re.MULTILINE)
 
 
 def test_a_signal_to_the_parent_stops_its_ranks_in_order_and_none_is_left(spawn: Start, tmp_path: Path) -> None:
