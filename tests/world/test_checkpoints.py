@@ -173,6 +173,7 @@ def test_ranks_without_a_sample_in_the_last_step_train_the_same_network(
     assert launch.wait() == 0, launch.err
     (line,) = {line.partition("] ")[2] for line in launch.out.splitlines()}
     monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     alone = runpy.run_path(str(script))["trained"]
     assert [float(word) for word in line.split()] == pytest.approx(alone, rel=1e-5, abs=1e-6)
 
