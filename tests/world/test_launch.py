@@ -1,4 +1,5 @@
-"""``ddp-manual launch``: many ranks from one terminal, as real processes."""
+"""``ddp-manual launch``: many ranks from one terminal, as real processes. How a signal stops their training is in
+test_checkpoints.py."""
 
 from __future__ import annotations
 
@@ -105,32 +106,11 @@ def test_the_command_that_launch_prints_shows_its_run_whose_ranks_end_with_a_lau
 
 def test_ctrl_c_while_torch_is_loaded_for_the_ranks_ends_all_within_5_seconds(launch: Start) -> None:
     launcher = launch(2, *LONGER, 200, max_restarts=3)
+    launcher.wait_for("listening at")
     forker = forker_of(launcher)
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.wait(5) == 130, launcher.err
     assert gone([forker], 0.5)
-
-
-def test_ctrl_c_ends_the_training_of_every_rank_with_a_checkpoint_and_the_command_to_go_on(
-    launch: Start, tmp_path: Path
-) -> None:
-    number = signal.SIGINT
-    launcher = launch(2, *LONGER, 200, max_restarts=3)
-    launcher.wait_for("step 100/")
-    ranks = ranks_of(launcher)
-    launcher.process.send_signal(number)
-    assert launcher.wait(5) == 128 + number
-    assert gone(ranks, 0.5)
-    assert launcher.err.count("stopping; a second signal ends all ranks at once") == 1
-    assert "restart 1 of 3" not in launcher.err
-    assert list((tmp_path / "run" / "checkpoints").glob("*.pt"))
-    command_to_go_on = f"{launcher.typed} --resume auto"
-    assert command_to_go_on in launcher.err[launcher.err.rindex("stopped by ") :]
-    assert launcher.err.count("--resume auto") == 1
-    for rank in (0, 1):
-        failure = json.loads((tmp_path / "run" / f"failure-rank{rank}.json").read_text())
-        assert failure["exit_code"] == 128 + number
-        assert command_to_go_on in failure["next"]
 
 
 def test_a_rank_that_does_not_end_at_the_second_ctrl_c_is_killed(start: Start) -> None:
