@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -16,15 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from ddp_manual.training import checkpoint_files
-from tests.conftest import DRAWN, REPOSITORY, RankProcess, Start, free_port
+from tests.conftest import DRAWN, REPOSITORY, RankProcess, Start, free_port, gone
 
 KILLS = int(os.environ.get("DDP_MANUAL_SOAK_KILLS", "2"))
-# 300 steps of two ranks, a line of metrics every 10.
-LONG = ("--batch_size", 20, "--epochs", 2, "--log_every", 10)
+# The last step of an epoch, of two ranks or of three, is a small one.
+LONG = ("--global_batch_size", 36, "--epochs", 2, "--log_every", 10)
+STEPS_OF_AN_EPOCH = 167
 # A network of a user's own, with dropout, and with a buffer that is read and replaced in every step.
 CENTRED = """
 import torch
@@ -83,15 +86,18 @@ def start_world(start: Start, small_data: Path, code: Path) -> StartWorld:
 
 
 @pytest.fixture
-def start_launch(start: Start, small_data: Path, code: Path) -> Start:
-    """Start the same two ranks with one command."""
+def launch(start: Start, small_data: Path, code: Path) -> Start:
+    """Start all ranks with one command, whose ranks write into ``<run_dir>-samples<rank>`` what they train on."""
+    (code / "sitecustomize.py").write_text(RECORD)
 
-    def start_launch(run_dir: Path, *options: object) -> RankProcess:
-        launch = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--run_dir", run_dir, "--", *options]
+    def launch(nproc: int, run_dir: Path, *options: object) -> RankProcess:
+        restarts = ["--max_restarts", 3]  # which a signal does not use
+        command = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", nproc, *restarts, "--run_dir", run_dir]
         data = ["--dataset", "synthetic", "--data_dir", small_data]
-        return start(*launch, "--model", "centred:network", *data, cwd=code)
+        env = {"RECORD": f"{run_dir}-samples", "PYTHONPATH": f"{code}:{REPOSITORY}"}
+        return start(*command, "--", "--model", "centred:network", *data, *options, cwd=code, **env)
 
-    return start_launch
+    return launch
 
 
 def parameters(run: Path) -> dict[str, torch.Tensor]:
@@ -119,91 +125,64 @@ def resumed_step(rank: RankProcess) -> int:
     return int(found[1]) if found else 0
 
 
-def test_every_rank_stops_after_the_same_step_and_the_run_goes_on_to_the_same_parameters(
-    start_world: StartWorld, start_launch: Start, tmp_path: Path
-) -> None:
-    """Signals to processes: SIGUSR1 to one agent saves, SIGTERM to one stops all."""
-    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    ranks = start_world(2, run, *LONG)
-    ranks[0].wait_for("step 40/300")
-    ranks[1].process.send_signal(signal.SIGUSR1)
-    ranks[0].wait_for("saved ")
-    told = time.monotonic()
-    ranks[1].process.send_signal(signal.SIGTERM)
-    assert [rank.wait(30) for rank in ranks] == [143, 143]
-    assert time.monotonic() - told < 8
-    assert "SIGTERM: stopping after the next step all ranks agree on; a second one ends this rank" in ranks[1].err
-    stopped = re.compile(r"^stopped by SIGTERM on rank 1 after step (\d+), like all ranks", re.MULTILINE)
-    (step,) = {stopped.findall(rank.err)[0] for rank in ranks}
-    assert not any("error[" in rank.err for rank in ranks)  # nothing is lost
-    newest, *_ = checkpoint_files.find(run / "checkpoints")
-    assert newest.step == int(step)
-    assert "--resume auto --run_dir" in ranks[1].err
-    assert json.loads((run / "failure-rank1.json").read_text())["identifier"] == "stopped"
+def samples(run: Path) -> list[list[int]]:
+    """Step of this part of the run, the same number of steps on all ranks -> the samples that they trained on."""
+    of_ranks = [file.read_text().splitlines() for file in run.parent.glob(f"{run.name}-samples?")]
+    return [[int(word) for line in lines for word in line.split()] for lines in zip(*of_ranks, strict=True)]
 
-    resumed, whole = (
-        start_launch(folder, *LONG, *how) for folder, how in ((run, ("--resume", "auto")), (undisturbed, ()))
-    )
-    assert [launch.wait() for launch in (resumed, whole)] == [0, 0], resumed.err
-    assert resumed_step(resumed) == int(step)
+
+def test_three_ranks_stop_after_the_same_step_and_the_run_goes_on_to_the_same_parameters_or_at_two_ranks(
+    launch: Start, tmp_path: Path
+) -> None:
+    """Signals to processes: SIGUSR1 saves, the terminal's end stops. Of two ranks the order in which gradients are
+    summed makes no difference; of three, DDP's buckets decide, which it lays out anew on its way."""
+    run, undisturbed, elsewhere = tmp_path / "run", tmp_path / "undisturbed", tmp_path / "elsewhere"
+    stopped = launch(3, run, *LONG)
+    stopped.wait_for("step 40/334")
+    stopped.process.send_signal(signal.SIGUSR1)
+    stopped.wait_for("saved ")
+    ranks = psutil.Process(stopped.worker).children()
+    stopped.process.send_signal(signal.SIGHUP)
+    assert stopped.wait(8) == 128 + signal.SIGHUP, stopped.err
+    assert gone(ranks, 0.5)
+    assert "error[" not in stopped.err  # nothing is lost
+    assert stopped.err.count("stopping; a second signal ends all ranks at once") == 1
+    assert "restart 1 of 3" not in stopped.err
+    to_go_on = f"{stopped.typed} --resume auto"
+    assert to_go_on in stopped.err[stopped.err.rindex("stopped by ") :] and stopped.err.count("--resume auto") == 1
+    for rank in range(3):
+        failure = json.loads((run / f"failure-rank{rank}.json").read_text())
+        assert (failure["identifier"], failure["exit_code"]) == ("stopped", 128 + signal.SIGHUP)
+        assert to_go_on in failure["next"]
+    newest, *_ = checkpoint_files.find(run / "checkpoints")
+    before = samples(run)
+    assert len(before) == newest.step
+
+    shutil.copytree(run, elsewhere)
+    whole, resumed = launch(3, undisturbed, *LONG), launch(3, run, *LONG, "--resume", "auto")
+    assert [whole.wait(), resumed.wait()] == [0, 0], resumed.err
+    assert resumed_step(resumed) == newest.step
     assert_same_run(run, undisturbed)
 
+    two = launch(2, elsewhere, *LONG, "--resume", "auto")
+    assert two.wait() == 0, two.err
+    steps = [*before, *samples(elsewhere)]
+    for epoch in (steps[:STEPS_OF_AN_EPOCH], steps[STEPS_OF_AN_EPOCH:]):
+        assert sorted(sample for step in epoch for sample in step) == list(range(DRAWN["train"]))
 
-def test_stopped_at_2_ranks_and_resumed_at_1_and_at_4_each_image_is_seen_once(
-    start: Start, small_data: Path, tmp_path: Path
+
+def test_ranks_without_a_sample_in_the_last_step_train_the_same_network(
+    start: Start, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """104 images per step do not divide 6,000: the last step is a small one. The terminal's end is what stops it."""
-    (tmp_path / "sitecustomize.py").write_text(RECORD)
-
-    def start_recording(name: str, world_size: int, run: Path, *options: object) -> RankProcess:
-        training = ["--dataset", "synthetic", "--model", "mlp", "--data_dir", small_data, "--epochs", 1]
-        launch = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", world_size, "--run_dir", run, "--"]
-        env = {"RECORD": str(tmp_path / name), "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-        return start(*launch, *training, "--global_batch_size", 104, "--log_every", 5, *options, **env)
-
-    def seen(name: str, world_size: int) -> list[int]:
-        files = [tmp_path / f"{name}{rank}" for rank in range(world_size)]
-        return [int(word) for file in files for word in file.read_text().split()]
-
-    first = start_recording("two", 2, tmp_path / "run")
-    first.wait_for("step 10/")
-    first.process.send_signal(signal.SIGHUP)
-    assert first.wait(30) == 128 + signal.SIGHUP
-    before = seen("two", 2)
-    assert 0 < len(before) < DRAWN["train"]
-    for name, world_size in (("one", 1), ("four", 4)):
-        run = tmp_path / f"run of {name}"
-        shutil.copytree(tmp_path / "run", run)
-        resumed = start_recording(name, world_size, run, "--resume", "auto")
-        assert resumed.wait() == 0, resumed.err
-        assert sorted([*before, *seen(name, world_size)]) == list(range(DRAWN["train"]))
-
-
-def test_three_ranks_sum_their_gradients_in_the_same_order_after_a_resume(
-    start: Start, small_data: Path, tmp_path: Path
-) -> None:
-    """Of two ranks the order makes no difference; of three, DDP's buckets decide, which it lays out anew on its way."""
-    run, other = tmp_path / "run", tmp_path / "other"
-    launch = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 3, "--run_dir"]
-    options = ["--dataset", "synthetic", "--data_dir", small_data, "--model", "mlp", "--epochs", 1, "--batch_size", 200]
-    whole = start(*launch, run, "--", *options, "--checkpoint_steps", 4)
-    assert whole.wait() == 0, whole.err
-    (early,) = (run / "checkpoints").glob("step-00000004-*.pt")
-    rest = start(*launch, other, "--", *options, "--resume", early)
-    assert rest.wait() == 0, rest.err
-    assert resumed_step(rest) == 4
-    assert all(torch.equal(value, parameters(other)[name]) for name, value in parameters(run).items())
-
-
-def test_ranks_without_a_sample_in_the_last_step_train_the_same_network(start: Start) -> None:
-    def train(world_size: int) -> list[float]:
-        script = REPOSITORY / "tests" / "world" / "uneven_steps.py"
-        launch = start(sys.executable, "-m", "ddp_manual", "launch", "--nproc", world_size, script)
-        assert launch.wait() == 0, launch.err
-        (line,) = {line.partition("] ")[2] for line in launch.out.splitlines()}
-        return [float(word) for word in line.split()]
-
-    assert train(3) == pytest.approx(train(1), rel=1e-5, abs=1e-6)
+    """The same as one rank alone does, which is trained in this process."""
+    script = REPOSITORY / "tests" / "world" / "uneven_steps.py"
+    launch = start(sys.executable, "-m", "ddp_manual", "launch", "--nproc", 3, script)
+    assert launch.wait() == 0, launch.err
+    (line,) = {line.partition("] ")[2] for line in launch.out.splitlines()}
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    alone = runpy.run_path(str(script))["trained"]
+    assert [float(word) for word in line.split()] == pytest.approx(alone, rel=1e-5, abs=1e-6)
 
 
 def test_a_disk_that_fills_up_leaves_every_checkpoint_that_was_written(small_data: Path, tmp_path: Path) -> None:
@@ -218,18 +197,16 @@ def test_a_disk_that_fills_up_leaves_every_checkpoint_that_was_written(small_dat
         {train} --run_dir {full}/run --batch_size 10 --checkpoint_steps 5 --keep 100 2>&1; echo "first: $?"
         ls -A {full}/run/checkpoints
         {sys.executable} -m ddp_manual checkpoints {full}/run --json > {tmp_path}/list.json; echo "list: $?"
-        {train} --resume {full}/run --run_dir {tmp_path}/run --batch_size 100 2>&1; echo "second: $?"
     """
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", script], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False
     )
     assert "error[disk-full]: no space left to write" in done.stdout, done
-    assert "first: 15" in done.stdout and "list: 0" in done.stdout and "second: 0" in done.stdout, done.stdout
+    assert "first: 15" in done.stdout and "list: 0" in done.stdout, done.stdout
     assert ".tmp" not in done.stdout
     listed = json.loads((tmp_path / "list.json").read_text())
     assert len(listed) > 15 and {one["verdict"] for one in listed} == {"ok"}
-    assert f"going on after step {listed[0]['step']}" in done.stdout
 
 
 @pytest.mark.soak(only=True)

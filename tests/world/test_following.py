@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import tracked
-from tests.conftest import RankProcess, Start, wait_until
+from tests.conftest import SHORT, RankProcess, Start, wait_until
 
 # 600 steps for one rank.
 STEPS = ("--epochs", 4, "--batch_size", 40, "--log_every", 5, "--checkpoint_steps", 50)
@@ -22,8 +24,8 @@ def json_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def numbers(rank: RankProcess, pattern: str) -> list[int]:
-    return [int(number) for number in re.findall(pattern, rank.err)] or [0]
+def numbers(said: str, pattern: str) -> list[int]:
+    return [int(number) for number in re.findall(pattern, said)] or [0]
 
 
 def wait_until_all_have_something_to_keep(rank: RankProcess, run: Path) -> None:
@@ -39,20 +41,26 @@ def wait_until_all_have_something_to_keep(rank: RankProcess, run: Path) -> None:
         assert rank.process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     rank.wait_for("saved ")
-    while numbers(rank, r"] step (\d+)/")[-1] < numbers(rank, r"saved \S*step-0*(\d+)")[-1] + 15:
+    while numbers(rank.err, r"] step (\d+)/")[-1] < numbers(rank.err, r"saved \S*step-0*(\d+)")[-1] + 15:
         assert rank.process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_a_run_that_was_killed_and_resumed_is_one_run_in_every_tracker(start_rank: Start, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_and_resumed_is_one_run_in_every_tracker(
+    start: Start, small_data: Path, tmp_path: Path
+) -> None:
+    """Resumed by launch, which does what a person would do, in a process that has torch already."""
     run = tmp_path / "run"
-    killed = start_rank(0, 1, *STEPS, "--track", "tensorboard,wandb,jsonl", **OFFLINE)
-    wait_until_all_have_something_to_keep(killed, run)
-    killed.kill()
-    resumed = start_rank(0, 1, *STEPS, "--track", "tensorboard,wandb,jsonl", "--resume", "auto", **OFFLINE)
-    assert resumed.wait() == 0
-    assert "the run goes on without it" not in resumed.err
-    assert f"as WANDB_MODE or a settings file asks); to upload it: wandb sync {run}/wandb" in resumed.err
+    launch = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 1, "--max_restarts", 1, "--run_dir", run, "--"]
+    training = [*SHORT, *STEPS, "--data_dir", small_data, "--track", "tensorboard,wandb,jsonl"]
+    rank = start(*launch, *training, **OFFLINE)
+    wait_until_all_have_something_to_keep(rank, run)
+    (worker,) = psutil.Process(rank.worker).children()
+    worker.kill()
+    assert rank.wait() == 0
+    _, restarted, resumed = rank.err.partition("\nrestart 1 of 1 after error[master-lost]: rank 0 (")
+    assert restarted and "the run goes on without it" not in resumed
+    assert f"as WANDB_MODE or a settings file asks); to upload it: wandb sync {run}/wandb" in resumed
 
     metrics = json_lines(run / "metrics.jsonl")
     losses = {line["step"]: line["loss"] for line in metrics}

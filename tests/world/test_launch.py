@@ -1,9 +1,9 @@
-"""``ddp-manual launch``: many ranks from one terminal, as real processes."""
+"""``ddp-manual launch``: many ranks from one terminal, as real processes. How a signal stops their training is in
+test_checkpoints.py."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -14,7 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import LONGER, REPOSITORY, SHORT, RankProcess, Start, age_of, gone
+from tests.conftest import HOST, LONGER, REPOSITORY, SHORT, RankProcess, Start, age_of, gone, wait_until
+
+LAUNCH = (sys.executable, "-m", "ddp_manual", "launch", "--nproc")
 
 
 @pytest.fixture
@@ -23,8 +25,8 @@ def launch(start: Start, small_data: Path, tmp_path: Path) -> Start:
 
     def launch(nproc: int, *options: object, max_restarts: int = 0, **env: str) -> RankProcess:
         restarts = ["--max_restarts", max_restarts] if max_restarts else []
-        command = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", nproc, *restarts]
-        return start(*command, "--run_dir", tmp_path / "run", "--", *SHORT, "--data_dir", small_data, *options, **env)
+        files = ["--run_dir", tmp_path / "run", "--", *SHORT, "--data_dir", small_data]
+        return start(*LAUNCH, nproc, *restarts, *files, *options, **env)
 
     return launch
 
@@ -64,26 +66,20 @@ def fails_once(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{REPOSITORY}"}
 
 
-@pytest.fixture
-def undisturbed(start_rank: Start, tmp_path: Path) -> bytes:
-    """The parameters of two ranks that train to the end."""
-    ranks = [start_rank(rank, 2, "--run_dir", tmp_path / "undisturbed") for rank in range(2)]
-    assert [rank.wait() for rank in ranks] == [0, 0]
-    return (tmp_path / "undisturbed" / "model.pt").read_bytes()
-
-
-def test_all_ranks_are_started_tagged_and_logged(launch: Start, start: Start, small_data: Path, tmp_path: Path) -> None:
-    """Below another launcher, and beside another launch, whose ranks they do not meet."""
+def test_all_ranks_are_started_tagged_and_logged(launch: Start, start: Start, tmp_path: Path) -> None:
+    """Below another launcher, and beside another launch, whose ranks they do not meet. That one's program has more
+    arguments than fit into a message."""
     (tmp_path / "options.json").write_text('{"seed": 7, "epochs": 9}')
     other_launcher = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     # Besides flags, one of them --epochs 1.
     launcher = launch(2, "--config", tmp_path / "options.json", **other_launcher)
-    command = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--run_dir", tmp_path / "other", "--"]
-    other = start(*command, *SHORT, "--data_dir", small_data)
-    assert [launcher.wait(), other.wait()] == [0, 0], launcher.err
+    names = "☃" * 30_000  # 180 kB in JSON, and rank 0 sends two commands with it
+    other = start(*LAUNCH, 2, "--no_python", "sh", "-c", "echo $WORLD_SIZE $TORCHELASTIC_RUN_ID", names)
+    assert [launcher.wait(), other.wait()] == [0, 0], other.err[:2000]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["world_size"], summary["epochs"]) == (2, 1)
-    assert summary["run_id"] != json.loads((tmp_path / "other" / "summary.json").read_text())["run_id"]
+    run_ids = re.findall(r"^\[rank \d\] 2 (\S+)$", other.out, re.M)
+    assert len(run_ids) == 2 and run_ids[0] == run_ids[1] != summary["run_id"]
     assert json.loads((tmp_path / "run" / "config.json").read_text())["seed"] == 7
     for rank in (0, 1):
         assert f"[rank {rank}] process group ready" in launcher.err
@@ -93,7 +89,9 @@ def test_all_ranks_are_started_tagged_and_logged(launch: Start, start: Start, sm
     assert launcher.err.splitlines()[-1].startswith("all ranks finished after ")
 
 
-def test_the_command_that_launch_prints_shows_its_run(launch: Start, start: Start) -> None:
+def test_the_command_that_launch_prints_shows_its_run_whose_ranks_end_with_a_launch_that_is_killed(
+    launch: Start, start: Start
+) -> None:
     launcher = launch(2, *LONGER, 1000)
     launcher.wait_for("step 100/")
     (command,) = re.findall(r"to look at this run from another terminal:\n  (.*)\n", launcher.err)
@@ -101,97 +99,63 @@ def test_the_command_that_launch_prints_shows_its_run(launch: Start, start: Star
     looking = start(*words[: words.index("--watch")], *words[words.index("--watch") + 1 :])
     assert looking.wait(30) == 0, looking.err
     assert "all ranks are here" in looking.out
-
-
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 0), (signal.SIGTERM, 2)])
-def test_ctrl_c_ends_every_rank_that_is_just_being_started_within_5_seconds(
-    launch: Start, number: int, ranks: int
-) -> None:
-    """The signal comes while torch is loaded, or the data."""
-    launcher = launch(2, *LONGER, 200, max_restarts=3)
-    while len(ranks_of(launcher)) < ranks:
-        time.sleep(0.01)
-    started = [forker_of(launcher), *ranks_of(launcher)]
-    launcher.process.send_signal(number)
-    assert launcher.wait(5) == 128 + number, launcher.err
-    assert gone(started, 0.5)
-
-
-def test_ctrl_c_ends_the_training_of_every_rank_with_a_checkpoint_and_the_command_to_go_on(
-    launch: Start, tmp_path: Path
-) -> None:
-    number = signal.SIGINT
-    launcher = launch(2, *LONGER, 200, max_restarts=3)
-    launcher.wait_for("step 100/")
-    ranks = ranks_of(launcher)
-    launcher.process.send_signal(number)
-    assert launcher.wait(5) == 128 + number
-    assert gone(ranks, 0.5)
-    assert launcher.err.count("stopping; a second signal ends all ranks at once") == 1
-    assert "restart 1 of 3" not in launcher.err
-    assert list((tmp_path / "run" / "checkpoints").glob("*.pt"))
-    command_to_go_on = f"{launcher.typed} --resume auto"
-    assert command_to_go_on in launcher.err[launcher.err.rindex("stopped by ") :]
-    assert launcher.err.count("--resume auto") == 1
-    for rank in (0, 1):
-        failure = json.loads((tmp_path / "run" / f"failure-rank{rank}.json").read_text())
-        assert failure["exit_code"] == 128 + number
-        assert command_to_go_on in failure["next"]
-
-
-def test_a_rank_that_does_not_end_at_the_second_ctrl_c_is_killed(launch: Start) -> None:
-    launcher = launch(2, *LONGER, 200)
-    launcher.wait_for("step 100/")
-    ranks = ranks_of(launcher)
-    for rank in ranks:
-        rank.suspend()
-    for _ in range(2):
-        launcher.process.send_signal(signal.SIGINT)
-        time.sleep(0.5)  # the moment between two presses
-    assert launcher.wait(6) == 130
-    assert gone(ranks, 0.5)
-
-
-def test_a_reader_that_goes_away_does_not_stop_the_ranks(start: Start, small_data: Path, tmp_path: Path) -> None:
-    options = shlex.join(map(str, [*SHORT, "--data_dir", small_data, "--log_every", 1]))
-    command = f"{sys.executable} -m ddp_manual launch --nproc 2 --run_dir {tmp_path / 'run'} -- {options}"
-    assert start("bash", "-c", f"{command} 2>&1 | head -n 3").wait() == 0
-    assert (tmp_path / "run" / "summary.json").exists()
-
-
-def test_ranks_do_not_outlive_an_orchestrator_that_is_killed(launch: Start) -> None:
-    launcher = launch(2, *LONGER, 200)
-    launcher.wait_for("step 100/")
     ranks = ranks_of(launcher)
     launcher.process.send_signal(signal.SIGKILL)
     assert gone(ranks, 5)
 
 
-def test_a_run_whose_rank_raises_is_started_again_and_ends_with_the_same_parameters(
-    launch: Start, tmp_path: Path, undisturbed: bytes
+def test_ctrl_c_while_torch_is_loaded_for_the_ranks_ends_all_within_5_seconds(launch: Start) -> None:
+    launcher = launch(2, *LONGER, 200, max_restarts=3)
+    launcher.wait_for("listening at")
+    forker = forker_of(launcher)
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.wait(5) == 130, launcher.err
+    assert gone([forker], 0.5)
+
+
+def test_a_rank_that_does_not_end_at_the_second_ctrl_c_is_killed(start: Start) -> None:
+    deaf = "trap 'echo heard' INT; echo my pid is $$; while :; do sleep 0.1; done"
+    launcher = start(*LAUNCH, 2, "--no_python", "sh", "-c", deaf)
+    wait_until(lambda: launcher.out.count("my pid is ") == 2)
+    ranks = [psutil.Process(int(pid)) for pid in re.findall(r"my pid is (\d+)", launcher.out)]
+    launcher.process.send_signal(signal.SIGINT)
+    wait_until(lambda: launcher.out.count("heard") == 2)
+    time.sleep(0.5)  # the moment between two presses
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.wait(6) == 130
+    assert gone(ranks, 0.5)
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_ranks(start: Start, tmp_path: Path) -> None:
+    """Each of the two says more than a pipe takes."""
+    says_much = shlex.join(
+        [*map(str, LAUNCH), "2", "--no_python", "sh", "-c", f"seq 30000; touch {tmp_path}/done$RANK"]
+    )
+    assert start("bash", "-c", f"{says_much} 2>&1 | head -n 3").wait() == 0
+    assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1"]
+
+
+def test_ranks_are_started_again_as_often_as_max_restarts_says_and_go_on_from_the_newest_checkpoint(
+    launch: Start, tmp_path: Path
 ) -> None:
-    launcher = launch(2, "--checkpoint_steps", 8, max_restarts=1, **fails_once(tmp_path))
-    assert launcher.wait() == 0
-    summary = f"error[training-failed]: rank 1 on {os.uname().nodename}: ValueError: only once"
-    assert f"\nrestart 1 of 1 after {summary}\n" in launcher.err
+    """After one has raised, and after the process that forks them was killed, with which all die."""
+    launcher = launch(2, *LONGER, 200, "--checkpoint_steps", 16, max_restarts=2, **fails_once(tmp_path))
+    summary = f"error[training-failed]: rank 1 on {HOST}: ValueError: only once"
+    launcher.wait_for(f"\nrestart 1 of 2 after {summary}\n")
+    launcher.wait_for("[rank 0] going on after step 16, ")
+    launcher.wait_for("[rank 0] step 100/")
     run = tmp_path / "run"
-    assert (run / "model.pt").read_bytes() == undisturbed
     assert sorted(path.name for path in run.glob("failure-*")) == [
         f"failure-rank{rank}.restart0.json" for rank in (0, 1)
     ]
     logs = [(run / f"log-rank{rank}.txt").read_text().split("--- started again at ") for rank in (0, 1)]
     assert "ValueError: only once" in logs[1][0] and "process group ready" in logs[1][1]
     assert "going on after step 16, " in logs[0][1]
-
-
-def test_a_rank_that_is_killed_is_started_again_as_often_as_max_restarts_says(launch: Start) -> None:
-    """Also if the rank died with the process that forks the workers."""
-    launcher = launch(1, *LONGER, 200, "--checkpoint_steps", 50, max_restarts=1)
-    launcher.wait_for("[rank 0] step 100/")
     forker_of(launcher).kill()
-    launcher.wait_for("restart 1 of 1 after error[master-lost]: rank 0 (")
-    assert "start all ranks again" not in launcher.err  # launch does so
-    launcher.wait_for("[rank 0] going on after step ")
+    launcher.wait_for("\nrestart 2 of 2 after ")
+    died = launcher.err[launcher.err.index("-lost]: rank ") : launcher.err.index("\nrestart 2 of 2 after ")]
+    assert "is gone: SIGKILL" in died and "start all ranks again" not in died  # launch does so
+    wait_until(lambda: launcher.err.count("[rank 0] going on after step ") == 2)
     ranks_of(launcher)[0].kill()
     assert launcher.wait(20) == 137
     last = launcher.err[launcher.err.index("rank 0 failed first, with exit code 137, after ") :]
@@ -207,10 +171,3 @@ def test_the_death_of_the_process_that_forks_ends_all_ranks_with_an_error(launch
     assert launcher.wait(10) == 137, launcher.err
     assert gone(started, 0.5)
     assert re.search(r"^rank \d failed first, with exit code 137, after ", launcher.err, re.M)
-
-
-def test_a_program_may_have_more_arguments_than_fit_into_a_message(start: Start) -> None:
-    names = "☃" * 30_000  # 180 kB in JSON, and rank 0 sends two commands with it
-    command = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--no_python", "/bin/true"]
-    launched = start(*command, names)
-    assert launched.wait(30) == 0, launched.err[:2000]

@@ -6,10 +6,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from ddp_manual.training.options import MODELS
-from tests.conftest import REPOSITORY, RankProcess, Start
+from tests.conftest import REPOSITORY, Start
 
 # A rank of the command line trains one network. To save its start, this has it train all of them, one after the other.
 EVERY_MODEL = """
@@ -49,42 +47,25 @@ SPAWNING = """
 """
 
 
-@pytest.fixture
-def started(start: Start, few_images: Path, tmp_path: Path, port: int) -> dict[str, list[RankProcess]]:
-    """Two ranks that train every model for six steps, started in each way at once; the folders have its name."""
+def test_every_model_learns_the_same_parameters_bit_for_bit_below_launch_torchrun_and_spawn(
+    start: Start, few_images: Path, tmp_path: Path
+) -> None:
+    """Six steps of two ranks. Bit for bit, since two gradients have but one sum; three or more could be added up in
+    another order. Ranks that are started by hand are compared with those of launch in test_own_training.py."""
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(EVERY_MODEL))
     (tmp_path / "spawning.py").write_text(textwrap.dedent(SPAWNING))
-    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    program = REPOSITORY / "run_multi_gpu_train.py"
     dataset = f"folder:{few_images}"
     options = ["--dataset", dataset, "--epochs", 2, "--batch_size", 10]
-    identity = ["--world_size", 2, "--master_port", port, "--run_dir", tmp_path / "by hand"]
-    return {
-        "by hand": [start(sys.executable, program, *identity, "--rank", rank, *options, **env) for rank in range(2)],
-        "launch": [
-            start(
-                *(sys.executable, "-m", "ddp_manual", "launch", "--nproc", 2, "--run_dir", tmp_path / "launch"),
-                *("--", *options),
-                **env,
-            )
-        ],
-        "torchrun": [
-            start(
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2),
-                *(program, "--run_dir", tmp_path / "torchrun", *options),
-                **env,
-            )
-        ],
-        "spawn": [start(sys.executable, tmp_path / "spawning.py", dataset, tmp_path / "spawn")],
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "run_multi_gpu_train.py"]
+    commands: dict[str, list[object]] = {
+        "launch": ["-m", "ddp_manual", "launch", "--nproc", 2, "--run_dir", tmp_path / "launch", "--", *options],
+        "torchrun": [*torchrun, "--run_dir", tmp_path / "torchrun", *options],
+        "spawn": [tmp_path / "spawning.py", dataset, tmp_path / "spawn"],
     }
-
-
-def test_every_model_learns_the_same_parameters_bit_for_bit_however_its_ranks_are_started(
-    started: dict[str, list[RankProcess]], tmp_path: Path
-) -> None:
-    """Bit for bit, since two gradients have but one sum; three or more could be added up in another order."""
-    for way, processes in started.items():
-        assert [process.wait() for process in processes] == [0] * len(processes), f"{way}: {processes[0].err}"
+    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    started = {way: start(sys.executable, *command, **env) for way, command in commands.items()}
+    for way, process in started.items():
+        assert process.wait() == 0, f"{way}: {process.err}"
     for model in MODELS:
         learned = {(tmp_path / way / model / "model.pt").read_bytes() for way in started}
         assert len(learned) == 1, model

@@ -13,57 +13,8 @@ import torch
 
 from tests.conftest import REPOSITORY, Start
 
-# Rank 2 changes a weight of its own, once.
-CHANGING = """
-import os
-import torch
-from torch import nn
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer1 = nn.Linear(256, 8)
-        self.layer2 = nn.Linear(8, 2)
-        self.calls = 0
-
-    def forward(self, images):
-        self.calls += self.training  # also a few before the first step
-        if self.calls == 8 and self.training and os.environ["RANK"] == "2":
-            with torch.no_grad():
-                self.layer1.weight[2, 7] += 64
-        return self.layer2(self.layer1(images.flatten(1)))
-
-def network():
-    return Network()
-"""
-
-
-def test_a_rank_that_changes_a_weight_ends_the_training_at_that_step_and_its_weight_is_in_no_checkpoint(
-    start: Start, tmp_path: Path
-) -> None:
-    shutil.copy(REPOSITORY / "examples" / "my_shapes.py", tmp_path)
-    (tmp_path / "changing.py").write_text(CHANGING)
-    run = tmp_path / "run"
-    launch = [sys.executable, "-m", "ddp_manual", "launch", "--nproc", 3, "--run_dir", run, "--", "--epochs", 3]
-    launch += ["--model", "changing:network", "--dataset", "my_shapes:shapes", "--batch_size", 8]
-    launch += ["--check_replicas", 1, "--checkpoint_steps", 1, "--keep", 1000]
-    launcher = start(*launch, cwd=tmp_path)
-    assert launcher.wait() == 14
-    error = launcher.err[launcher.err.index("error[replicas-differ]: ") :]
-    step = int(re.match(r".*: rank 2 differs from ranks 0-1 in layer1.weight, after step (\d+): ", error)[1])  # type: ignore[index]
-    assert ": 1 of 2048 values, largest difference 64\n" in error
-    assert "rank 2: 1 of 2048 values, the first at [2, 7]: " in error
-    assert "layer1.weight is float32[8, 256], compared bit for bit" in error
-    for rank in range(3):
-        failure = json.loads((run / f"failure-rank{rank}.json").read_text())
-        assert (failure["identifier"], failure["exit_code"]) == ("replicas-differ", 14)
-    saved = sorted((run / "checkpoints").glob("*.pt"))
-    assert len(saved) == step - 1 > 0
-    for file in saved:
-        assert float(torch.load(file, weights_only=True)["model"]["layer1.weight"].max()) < 32
-
-
-# Four ranks, of which the last one changes something and changes it back, again and again.
+# Four ranks, of which the last one changes something and changes it back, again and again; then all train, and the last
+# one's network changes a weight of its own.
 SCRIPT = """
     import torch, torch.distributed as dist
     from torch import nn
@@ -123,6 +74,25 @@ SCRIPT = """
     of_a_pair = lambda model: DistributedDataParallel(model, process_group=pairs[rank // 2])
     tried("pairs", train, rank, "model[0].weight.data[0, 0] += 1", of_a_pair, rank // 2)
     dist.destroy_process_group()
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer1 = nn.Linear(256, 8)
+            self.layer2 = nn.Linear(8, 2)
+            self.calls = 0
+
+        def forward(self, images):
+            self.calls += self.training  # also a few before the first step
+            if self.calls == 8 and self.training and rank == 3:
+                with torch.no_grad():
+                    self.layer1.weight[2, 7] += 64
+            return self.layer2(self.layer1(images.flatten(1)))
+
+    own = {"model": "script:Network", "dataset": "my_shapes:shapes", "batch_size": 8, "epochs": 3}
+    config = ddp_manual.TrainConfig(**own, check_replicas=1, checkpoint_steps=1, keep=1000)
+    with ddp_manual.join() as world:
+        ddp_manual.train(world, config)
 """
 SAID = {
     "state": "ReplicasDiffer: rank 3 differs from ranks 0-2 in exp_avg of 2.bias, after step 4: 1 of 2 values, largest",
@@ -140,15 +110,31 @@ SAID = {
 }
 
 
-def test_what_differs_in_a_script_is_the_same_error_on_all_ranks_and_what_counts_as_equal_is_none(
+def test_what_differs_is_the_same_error_on_all_ranks_also_in_our_training_which_saves_no_step_after_that(
     start: Start, tmp_path: Path
 ) -> None:
-    script = tmp_path / "script.py"
+    """And what counts as equal is none."""
+    shutil.copy(REPOSITORY / "examples" / "my_shapes.py", tmp_path)
+    script, run = tmp_path / "script.py", tmp_path / "run"
     script.write_text(textwrap.dedent(SCRIPT))
-    launcher = start(sys.executable, "-m", "ddp_manual", "launch", "--nproc", 4, script)
-    assert launcher.wait() == 0, launcher.err
+    launcher = start(sys.executable, "-m", "ddp_manual", "launch", "--nproc", 4, "--run_dir", run, script)
+    assert launcher.wait() == 14, launcher.err
     found = dict(line.removeprefix("[rank 0] ").split(" | ", 1) for line in launcher.out.splitlines() if " | " in line)
     assert found.keys() == SAID.keys(), launcher.out
     for name, said in SAID.items():
         ours = found[name].removesuffix(" | equal") if name == "pairs" else found[name]
         assert ours.startswith(said) and " | " not in ours, found[name]
+
+    error = launcher.err[launcher.err.index("error[replicas-differ]: ") :]
+    differs = re.match(r".*: rank 3 differs from ranks 0-2 in layer1.weight, after step (\d+): ", error)
+    assert differs, error
+    assert ": 1 of 2048 values, largest difference 64\n" in error
+    assert "rank 3: 1 of 2048 values, the first at [2, 7]: " in error
+    assert "layer1.weight is float32[8, 256], compared bit for bit" in error
+    for rank in range(4):
+        failure = json.loads((run / f"failure-rank{rank}.json").read_text())
+        assert (failure["identifier"], failure["exit_code"]) == ("replicas-differ", 14)
+    saved = sorted((run / "checkpoints").glob("*.pt"))
+    assert len(saved) == int(differs[1]) - 1 > 0
+    for file in saved:
+        assert float(torch.load(file, weights_only=True)["model"]["layer1.weight"].max()) < 32

@@ -35,4 +35,5 @@ with ddp_manual.join() as world:
         trainer.train_epoch(lines)
         trainer.position = trainer.position.next_epoch()
     values = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
-    print(trainer.position.step, lines.loss, *values[:: len(values) // 500].tolist())
+    trained = [trainer.position.step, float(lines.loss), *values[:: len(values) // 500].tolist()]
+    print(*trained)
