@@ -67,11 +67,6 @@ def why_not() -> str | None:
     return None
 
 
-def start_ranks(on: list[Host], *options: object, **env: str) -> list[RankProcess]:
-    """Start one rank per host, with a quick training."""
-    return [host.start_rank(rank, len(on), *options, **env) for rank, host in enumerate(on)]
-
-
 def remove_leftovers() -> None:
     """Remove the namespaces of test processes that were killed; each name carries the process's id."""
     found = {path.name for folder in (Path("/run/netns"), ETC) if folder.is_dir() for path in folder.iterdir()}
@@ -145,14 +140,18 @@ class Host:
         assert self.network.start
         return self.network.start(*arguments, place=(self.namespace.name, self.name), **env)
 
+    def start_script(self, rank: int, world_size: int, *words: object, **env: str) -> RankProcess:
+        """Start a rank of a script, which is the last of the words; rank 0 is on the first host, or as they say."""
+        assert self.network.port
+        meeting = ["--world_size", world_size, "--rank", rank, "--master_port", self.network.port]
+        meeting += ["--master_addr", self.network.hosts[0].address]
+        return self.start(sys.executable, "-m", "ddp_manual", "run", *meeting, *words, **env)
+
     def start_program(
         self, rank: int, world_size: int, *options: object, program: Sequence[object] = ("true",), **env: str
     ) -> RankProcess:
         """Start a rank of a program without torch; rank 0 is on the first host, or as ``options`` say."""
-        assert self.network.port
-        meeting = ["--world_size", world_size, "--rank", rank, "--master_port", self.network.port]
-        meeting += ["--master_addr", self.network.hosts[0].address, *options]
-        return self.start(sys.executable, "-m", "ddp_manual", "run", *meeting, "--no_python", *program, **env)
+        return self.start_script(rank, world_size, *options, "--no_python", *program, **env)
 
     def start_rank(self, rank: int, world_size: int, *options: object, **env: str) -> RankProcess:
         """Start a rank like the fixture ``start_rank``; rank 0 is on the first host, or as ``options`` say."""
@@ -205,10 +204,6 @@ class Host:
     def reject_from(self, other: Host, port: int | None = None) -> None:
         """Answer connections from ``other`` as if nothing listened."""
         self._on_connection_from(other, port, "reject with tcp reset")
-
-    def only_port_open(self, port: int) -> None:
-        """Leave connections from any other host to any other port unanswered."""
-        self.nft(f'add rule inet filter input iifname != "lo" tcp dport != {port} {_SYN} drop')
 
     def cut_from(self, *others: Host) -> None:
         """Drop every packet to and from these hosts, also packets of existing connections."""

@@ -11,11 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ALL_DIGITS, REPOSITORY
+from tests.conftest import ALL_DIGITS
 from tests.hosts.conftest import Hosts
 from tests.hosts.pods import Cluster, why_not
 
-PLAIN = REPOSITORY / "tests" / "scripts" / "plain_ddp.py"
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -27,19 +26,28 @@ def cluster(hosts: Hosts, tmp_path: Path) -> Callable[[int], Cluster]:
     return lambda pods: Cluster(hosts(1 + pods), tmp_path)
 
 
-def test_pods_that_start_before_rank_0s_name_exists_run_the_plain_script(cluster: Callable[[int], Cluster]) -> None:
+def test_pods_start_before_rank_0s_name_exists_and_an_agent_that_is_the_first_process_hands_sigterm_on(
+    cluster: Callable[[int], Cluster],
+) -> None:
     nodes = cluster(2)
     last, first = nodes.create_pod(1), nodes.create_pod(0)
-    waiting = last.start("run", PLAIN)
-    waiting.wait_for(f"rank 0's address '{first.full_name}' has no IP address yet")
-    listening = first.start("run", PLAIN)
-    listening.wait_for(f"listening at {first.host.address}:")
+    program = ["sh", "-c", "trap 'echo tidied up; exit 143' TERM; echo begun; while :; do sleep 0.05; done"]
+    ranks = [last.start("run", "--no_python", *program, first_process=True)]
+    ranks[0].wait_for(f"rank 0's address '{first.full_name}' has no IP address yet")
+    ranks.insert(0, first.start("run", "--no_python", *program, first_process=True))
+    ranks[0].wait_for(f"listening at {first.host.address}:")
     assert nodes.denied(first)
     nodes.serve_names(first, last)
-    assert [listening.wait(), waiting.wait()] == [0, 0], waiting.err
-    assert "rank 1 of 2: loss" in waiting.out
-    assert "world_size 2 (from WORLD_SIZE), rank 1 (from JOB_COMPLETION_INDEX)" in waiting.err
-    assert f"rank 0's address {first.full_name} is {first.host.address}" in waiting.err
+    for rank in ranks:
+        rank.wait_for("begun")
+    assert "world_size 2 (from WORLD_SIZE), rank 1 (from JOB_COMPLETION_INDEX)" in ranks[1].err
+    assert f"rank 0's address {first.full_name} is {first.host.address}" in ranks[1].err
+    (first_process,) = psutil.Process(ranks[1].process.pid).children()
+    first_process.terminate()
+    # A program does not agree with the others on a step to stop after: it is gone for them.
+    assert [rank.wait(30) for rank in ranks] == [14, TERMINATED]
+    assert [rank.out for rank in ranks] == ["begun\ntidied up\n"] * 2
+    assert re.search(r"error\[peer-failed\]: rank 1 \(mnist-1, pid \d\) left with error\[stopped\]", ranks[0].err)
 
 
 def test_pods_of_the_trainjob_train_although_rank_0_itself_does_not_know_its_name_yet(
@@ -72,21 +80,3 @@ def test_the_manifests_job_trains_the_real_mnist_and_pod_0_is_ready_meanwhile(
     summary = json.loads((tmp_path / "mnist" / "summary.json").read_text())
     assert summary["world_size"] == 2
     assert summary["final_test_accuracy"] >= (0.985 if ALL_DIGITS else 0.5)
-
-
-def test_an_agent_that_is_its_pods_first_process_hands_sigterm_on_to_the_program(
-    cluster: Callable[[int], Cluster],
-) -> None:
-    nodes = cluster(2)
-    pods = [nodes.create_pod(index) for index in range(2)]
-    nodes.serve_names(*pods)
-    program = ["sh", "-c", "trap 'echo tidied up; exit 143' TERM; echo begun; while :; do sleep 0.05; done"]
-    ranks = [pod.start("run", "--no_python", *program, first_process=True) for pod in pods]
-    for rank in ranks:
-        rank.wait_for("begun")
-    (first_process,) = psutil.Process(ranks[1].process.pid).children()
-    first_process.terminate()
-    # A program does not agree with the others on a step to stop after: it is gone for them.
-    assert [rank.wait(30) for rank in ranks] == [14, TERMINATED]
-    assert [rank.out for rank in ranks] == ["begun\ntidied up\n"] * 2
-    assert re.search(r"error\[peer-failed\]: rank 1 \(mnist-1, pid \d\) left with error\[stopped\]", ranks[0].err)

@@ -87,25 +87,17 @@ def test_a_name_that_gets_another_address_is_looked_up_again_and_the_address_tha
 
 
 def test_rank_0s_own_host_name_works_though_it_is_a_loopback_address_there(hosts: Hosts) -> None:
-    """As Debian's installer has it in /etc/hosts; and where the list of a cluster has added the real address."""
+    """As Debian's installer has it in /etc/hosts."""
     two = hosts(2)
-    line = f"rank 0's address hostA is {two[0].address}, 127.0.1.1 ({two[0].address} first: other hosts cannot reach "
-    for addresses in (["127.0.1.1"], ["127.0.1.1", two[0].address]):
-        two[0].resolve("hostA", *addresses)
-        ranks = start_ranks(two, "--master_addr", "hostA")
-        assert codes(*ranks) == [0, 0], ranks[1].err
-        assert f"{line}127.0.1.1)\n" in ranks[0].err and f"listening at {two[0].address}:" in ranks[0].err
-        assert f"rank 0's address hostA is {two[0].address}\n" in ranks[1].err
+    ranks = start_ranks(two, "--master_addr", "hostA")
+    assert codes(*ranks) == [0, 0], ranks[1].err
+    first = f"{two[0].address}, 127.0.1.1 ({two[0].address} first: other hosts cannot reach 127.0.1.1)"
+    assert f"rank 0's address hostA is {first}\n" in ranks[0].err and f"listening at {two[0].address}:" in ranks[0].err
+    assert f"rank 0's address hostA is {two[0].address}\n" in ranks[1].err
 
 
-def test_what_cannot_be_rank_0s_address_ends_every_rank_at_once(hosts: Hosts) -> None:
+def test_localhost_as_rank_0s_address_ends_the_ranks_of_several_hosts_at_once(hosts: Hosts) -> None:
     two = hosts(2)
-    for host in two:
-        host.resolve("26727", two[0].address)
-    ranks = start_ranks(two, "--master_addr", "26727")
-    assert codes(*ranks) == [11, 11]
-    what = "error[master-unresolvable]: rank 0's address '26727' is all digits, and is read as the IP address "
-    assert all(last_error(rank.err).startswith(f"{what}0.0.104.103\n") for rank in ranks)
     ranks = start_ranks(two, "--master_addr", "localhost", SLURM_STEP_NUM_NODES="2")
     assert codes(*ranks) == [11, 11]
     for host, rank in zip(two, ranks, strict=True):
@@ -153,7 +145,7 @@ def test_a_rank_that_comes_to_a_loopback_address_through_a_tunnel_is_refused(
     rank_0.wait_for(f"rank 1 (hostB, pid {through.worker}) was refused: loopback-master")
 
 
-def test_rank_0_may_listen_behind_a_port_forward_of_another_host_and_at_all_its_addresses(
+def test_rank_0_may_listen_at_all_its_addresses_behind_a_port_forward_of_another_host(
     hosts: Hosts, port: int, tmp_path: Path
 ) -> None:
     three = hosts(3)
@@ -163,8 +155,5 @@ def test_rank_0_may_listen_behind_a_port_forward_of_another_host_and_at_all_its_
     refused = three[0].start_program(0, 2, "--master_addr", forwarder.address)
     assert refused.wait(30) == 11
     assert f"--listen_addr {three[0].address}" in last_error(refused.err)
-    ranks = start_ranks(rest, "--master_addr", forwarder.address, "--listen_addr", three[0].address)
+    ranks = start_ranks(rest, "--master_addr", forwarder.address, "--listen_addr", "0.0.0.0")
     assert codes(*ranks) == [0, 0], ranks[1].err
-    ranks = start_ranks(rest, "--listen_addr", "0.0.0.0")
-    assert codes(*ranks) == [0, 0], ranks[1].err
-    assert f"listening at {three[0].address}:{port}" in ranks[0].err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -10,22 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ALL_DIGITS, REPOSITORY, SHORT, Start
+from tests.conftest import ALL_DIGITS, REPOSITORY, SHORT, Start, wait_until
 from tests.hosts.slurm import Slurm
 
 DDP_MANUAL = (sys.executable, "-m", "ddp_manual")
 LAUNCH = (*DDP_MANUAL, "launch", "--nproc", 2)
-SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-sys.stdout.write(f"rank {dist.get_rank()} of {total.item():.0f}\\n")
-dist.destroy_process_group()
-"""
+# Without torch: that ranks of two nodes reach each other is shown by the jobs that train.
+NUMBERS = ("--no_python", "sh", "-c", 'echo "rank $RANK of $WORLD_SIZE"')
 # A model that one of the nodes cannot make.
 DAMAGED = """
 import os
@@ -76,20 +66,10 @@ def processes(slurm: Slurm) -> list[str]:
     return [name for path in names if path.exists() and not (name := path.read_text().strip()).startswith("slurm")]
 
 
-def assert_learned(run_dir: Path) -> None:
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["world_size"] == 2
-    assert summary["final_test_accuracy"] >= (0.985 if ALL_DIGITS else 0.5)
-
-
 @pytest.mark.timeout(240)
-def test_srun_starts_each_rank_of_a_plain_script_or_launch_once_on_each_node(
-    slurm: Slurm, start: Start, tmp_path: Path
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def test_srun_starts_each_rank_or_launch_once_on_each_node(slurm: Slurm, start: Start) -> None:
     # In this order, which no variable tells, rank 0 is not on the first host of the list n[1-2].
-    in_order = ["srun", "-m", "arbitrary", "-w", "n2,n1", "-n2", *DDP_MANUAL, "run", script]
+    in_order = ["srun", "-m", "arbitrary", "-w", "n2,n1", "-n2", *DDP_MANUAL, "run", *NUMBERS]
     ranks = start(*in_order, place=slurm.place)
     assert ranks.wait() == 2
     assert ranks.err.count("error[bad-option]: no variable says on which host rank 0 is") == 2
@@ -97,46 +77,34 @@ def test_srun_starts_each_rank_of_a_plain_script_or_launch_once_on_each_node(
     ranks = start(*in_order, place=slurm.place, MASTER_ADDR="n2")
     assert ranks.wait() == 0, ranks.err
     assert sorted(ranks.out.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
-    nodes = start("srun", "-N2", "--ntasks-per-node=1", *LAUNCH, script, place=slurm.place)
+    nodes = start("srun", "-N2", "--ntasks-per-node=1", *LAUNCH, *NUMBERS, place=slurm.place)
     assert nodes.wait() == 0, nodes.err
     assert sorted(nodes.out.splitlines()) == [f"[rank {rank}] rank {rank} of 4" for rank in range(4)]
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_an_element_of_an_array_is_requeued_before_its_time_is_up_and_ends_with_the_parameters_of_an_uninterrupted_one(
-    slurm: Slurm, digits: Path, tmp_path: Path
-) -> None:
-    job = Job(slurm, tmp_path, "--epochs", 1, "--data_dir", digits, array=("--array=0-1", "--signal=B:USR1@90"))
-    # The last element: its SLURM_JOB_ID is also the number of the array.
-    job.wait_for("training convnet", "_1")
-    last = f"JobId={job.id}_1"
-    if ALL_DIGITS:  # Slurm looks each 30 s whether a job has less than 90 + 30 s
-        slurm.run("scontrol", "update", last, "TimeLimit=2")
-    else:
-        slurm.run("scancel", "--batch", "--signal=USR1", f"{job.id}_1")
-    job.wait_for("is requeued", "_1", within=180)
-    slurm.run("scontrol", "update", last, "TimeLimit=60")
-    job.wait(600)
-    learned = []
-    for element in ("_0", "_1"):
-        run_dir = tmp_path / "runs" / f"slurm-{job.id}{element}"
-        assert_learned(run_dir)
-        learned.append((run_dir / "model.pt").read_bytes())
-    assert learned[0] == learned[1]
-    assert "going on after step" in job.output("_1") and "is requeued" not in job.output("_0")
-
-
-@pytest.mark.timeout(240)
-def test_a_job_that_is_cancelled_says_what_it_saved_and_leaves_nothing(
+@pytest.mark.timeout(600)
+def test_an_element_of_an_array_is_requeued_before_its_time_is_up_and_goes_on_until_it_is_cancelled_and_leaves_nothing(
     slurm: Slurm, small_data: Path, tmp_path: Path
 ) -> None:
-    job = Job(slurm, tmp_path, *SHORT, "--data_dir", small_data, "--epochs", 10_000)
-    job.wait_for("step 30/")
-    slurm.run("scancel", job.id)
+    training = [*SHORT, "--data_dir", small_data, "--epochs", 10_000]
+    # The last element: its SLURM_JOB_ID is also the number of the array.
+    job = Job(slurm, tmp_path, *training, array=("--array=1", "--signal=B:USR1@90"))
+    element = f"{job.id}_1"
+    job.wait_for("step 30/", "_1")
+    if ALL_DIGITS:  # Slurm looks each 30 s whether a job has less than 90 + 30 s
+        slurm.run("scontrol", "update", f"JobId={element}", "TimeLimit=2")
+    else:
+        slurm.run("scancel", "--batch", "--signal=USR1", element)
+    job.wait_for("is requeued", "_1", within=180)
+    slurm.run("scontrol", "update", f"JobId={element}", "TimeLimit=60")
+    job.wait_for("going on after step", "_1")
+    wait_until(lambda: "] step " in job.output("_1").rpartition("going on after step")[2])
+    slurm.run("scancel", element)
     job.wait()
-    assert f"rank 0 has saved a checkpoint in runs/slurm-{job.id}/checkpoints" in job.output()
-    assert "stopped" in job.output().splitlines()[-2], job.output()
+    lines = job.output("_1").splitlines()
+    assert any(f"rank 0 has saved a checkpoint in runs/slurm-{element}/checkpoints" in line for line in lines[-20:])
+    assert "stopped" in lines[-2], lines
     assert processes(slurm) == []
 
 

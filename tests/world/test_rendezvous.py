@@ -82,21 +82,22 @@ def test_a_rank_whose_torch_sees_no_gpu_leaves_before_it_joins(start_rank: Start
     assert "device cuda (flag), but " in last_error(rank.err)
 
 
-def test_a_download_that_never_ends_is_named_by_those_who_wait_for_it(start_rank: Start, tmp_path: Path) -> None:
+def test_a_download_that_never_ends_is_named_by_those_who_wait_for_it(start: Start, port: int, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute_proxy:
         proxy = f"http://127.0.0.1:{mute_proxy.getsockname()[1]}"
-        options = ["--dataset", "mnist", "--data_dir", tmp_path / "data", "--join_timeout", 5, "--stall_timeout", 5]
-        ranks = [start_rank(rank, 2, *options, http_proxy=proxy, https_proxy=proxy) for rank in range(2)]
-        ranks[1].wait_for(f"waiting for rank 0 on {HOST} to download mnist (")
-        assert [rank.wait(20) for rank in ranks] == [14, 16]
+        options = ["--nproc", 2, "--master_port", port, "--join_timeout", 5, "--stall_timeout", 5]
+        options += ["--run_dir", tmp_path / "run", "--", "--dataset", "mnist", "--data_dir", tmp_path / "data"]
+        launcher = start(*RUN[:3], "launch", *options, http_proxy=proxy, https_proxy=proxy)
+        launcher.wait_for(f"[rank 1] waiting for rank 0 on {HOST} to download mnist (")
+        assert launcher.wait(20) == 16, launcher.err
         mute_proxy.setblocking(False)
         connection, _ = mute_proxy.accept()
         with connection:
             assert connection.recv(64).startswith(b"CONNECT ")
         with pytest.raises(BlockingIOError):  # one rank of a host asks, and once
             mute_proxy.accept()
-    error = last_error(ranks[1].err)
-    assert error.startswith(f"error[data-missing]: rank 0 on {HOST} did not download mnist within 5 s\n")
+    error = f"error[data-missing]: rank 0 on {HOST} did not download mnist within 5 s\n"
+    assert f"[rank 1] {error}" in launcher.err, launcher.err
 
 
 def test_rank_0_raises_its_limit_of_open_files_and_is_told_where_that_is_not_enough(start: Start, port: int) -> None:

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,7 +30,6 @@ from tests.conftest import RankProcess, Start, last_error
 from tests.runs import run_info
 
 RUN = (sys.executable, "-m", "ddp_manual", "run")
-WORKS = ("--no_python", "sleep", 15)
 RANDOM_BYTES = random.Random(0).randbytes(10_000_000)
 # What a client of torch's store sends first, and the head of a request to set a key, which then never comes.
 VALIDATE = bytes.fromhex("00cef7853c")
@@ -69,17 +69,20 @@ def test_an_sshd_on_rank_0s_port_is_named_by_its_first_bytes_and_by_its_process(
     assert ssh_server.process.poll() is None
 
 
-def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start: Start, port: int) -> None:
+def test_strangers_at_the_port_of_a_healthy_run_do_not_disturb_it(start: Start, port: int, tmp_path: Path) -> None:
     """Strangers come while the run waits and while it works, and some connections stay open until it has ended."""
     run = [*RUN, "--world_size", 2, "--master_port", port, "--peer_timeout", 3]
-    ranks = [start(*run, "--rank", 0, *WORKS)]
+    works = ["--no_python", "sh", "-c", f"until [ -e {tmp_path / 'done'} ]; do sleep 0.1; done"]
+    ranks = [start(*run, "--rank", 0, *works)]
     ranks[0].wait_for("waiting for rank 1; 1 of 2 here")
     with ExitStack() as held:
         come_as_strangers(start, port, held)
-        ranks.append(start(*run, "--rank", 1, *WORKS))
-        ranks[0].wait_for("starting sleep as rank")
+        ranks.append(start(*run, "--rank", 1, *works))
+        ranks[0].wait_for("starting sh as rank")
         come_as_strangers(start, port, held)
+        time.sleep(3)  # the peer timeout
         assert [rank.process.poll() for rank in ranks] == [None, None]
+        (tmp_path / "done").touch()
         codes = [rank.wait() for rank in ranks]
     texts = "".join(rank.err for rank in ranks)
     assert codes == [0, 0], texts

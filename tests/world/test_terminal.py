@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.conftest import LONGER, REPOSITORY, SHORT, Start, clean_environment
+from tests.conftest import LONGER, REPOSITORY, SHORT, Start, age_of, clean_environment
 
 BAR = re.compile(r"^[━╸╺]{10} +\d+/\d+ +[\d:]+ left epoch 1/\d+ loss \d.\d{4} accuracy ")
 PROMPT = "$ "
@@ -118,10 +119,10 @@ def at_terminal() -> Iterator[Type]:
 
 @pytest.fixture
 def typed(port: int, small_data: Path, tmp_path: Path) -> Callable[..., str]:
-    """The line that starts one of two ranks, as a person types it."""
+    """The line that starts rank 0, as a person types it."""
 
-    def typed(rank: int, *options: object) -> str:
-        place = ["--world_size", 2, "--rank", rank, "--master_port", port]
+    def typed(world_size: int, *options: object) -> str:
+        place = ["--world_size", world_size, "--rank", 0, "--master_port", port]
         files = ["--data_dir", small_data, "--run_dir", tmp_path / "run"]
         return shlex.join(
             map(str, ["python", "run_multi_gpu_train.py", *place, *SHORT, *LONGER, 500, *options, *files])
@@ -140,38 +141,33 @@ def command_below(lines: list[str], text: str) -> str:
 
 
 def test_the_bar_fits_80_columns_and_gives_way_to_an_error_whose_command_can_be_pasted(
-    at_terminal: Type, start: Start, typed: Callable[..., str], tmp_path: Path
+    at_terminal: Type, typed: Callable[..., str], tmp_path: Path
 ) -> None:
-    first = [typed(rank, "--checkpoint_steps", 20) for rank in range(2)]
-    terminal, other = at_terminal(first[0]), start("sh", "-c", f"exec {first[1]}", cwd=REPOSITORY)
+    """Of a rank alone; what ranks say of each other is in tests/scenarios."""
+    command = typed(1, "--checkpoint_steps", 20)
+    terminal = at_terminal(command)
     terminal.wait_for(lambda lines: any(line.startswith("[rank 0] saved") for line in lines))
     bar = next(line for line in terminal.wait_for(has_bar) if BAR.match(line))
     assert len(bar.rstrip()) <= 77  # so that ^C, which the terminal shows, does not begin another line
-    os.kill(other.worker, signal.SIGKILL)
+    (agent,) = psutil.Process(terminal.process.pid).children()
+    min(agent.children(), key=age_of).kill()  # its worker
     lines = terminal.wait()
-    assert "\x1b[1;31merror[peer-lost]:\x1b[0m rank 1 (" in terminal.raw
-    go_on = f"--resume auto --run_dir {tmp_path / 'run'}"
-    here = command_below(lines, "terminal:")
-    assert here == f"{first[0].partition(' --run_dir')[0]} {go_on}"
-    other.wait()
-    assert f"{first[1].partition(' --run_dir')[0]} {go_on}\n" in other.err
-    again = [at_terminal(here), at_terminal(f"{first[1]} --resume auto")]
-    again[0].wait_for(lambda lines: any("going on after step " in line for line in lines))
-    again[0].wait_for(has_bar)
-    again[0].type("\x03")
-    for rank, stopped in enumerate(again):
-        lines = stopped.wait()
-        assert any(line.startswith("stopped by Ctrl-C (SIGINT) on rank 0 after step ") for line in lines)
-        assert any(line.startswith("  why:  that is this rank; ") for line in lines) is (rank == 0)
-        assert command_below(lines, "  next: go on; in this terminal:").startswith(
-            f"python run_multi_gpu_train.py --world_size 2 --rank {rank} "
-        )
+    assert "\x1b[1;31merror[master-lost]:\x1b[0m rank 0 (" in terminal.raw
+    go_on = command_below(lines, "start all ranks again, from the last checkpoint if there is one:")
+    assert go_on == f"{command.partition(' --run_dir')[0]} --resume auto --run_dir {tmp_path / 'run'}"
+    again = at_terminal(go_on)
+    again.wait_for(lambda lines: any("going on after step " in line for line in lines))
+    again.wait_for(has_bar)
+    again.type("\x03")
+    lines = again.wait()
+    assert any(line.startswith("stopped by Ctrl-C (SIGINT) after step ") for line in lines), lines
+    assert command_below(lines, "  next: go on:") == go_on
 
 
 def test_ctrl_c_on_a_rank_that_waits_alone_is_answered_in_place_of_the_line_that_says_so(
     at_terminal: Type, typed: Callable[..., str]
 ) -> None:
-    terminal = at_terminal(typed(0))
+    terminal = at_terminal(typed(2))
     waiting = r"\[rank 0] waiting for rank 1; 1 of 2 here: 0 \(\S+\) \(waited 3 s of 1800 s\)"
     *before, _ = terminal.wait_for(lambda lines: re.fullmatch(waiting, lines[-1]))
     assert any(line.startswith("  python run_multi_gpu_train.py --world_size 2 --rank 1 ") for line in before)

@@ -4,6 +4,8 @@ token itself is never seen, neither on the wire nor in torch's store nor in a fi
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import sys
 import threading
@@ -17,7 +19,8 @@ from torch.distributed import TCPStore
 
 from ddp_manual.messages import Look, Question
 from ddp_manual.protocol.token_proof import Seal
-from tests.conftest import HOST, LONGER, RankProcess, Start, last_error
+from tests.conftest import HOST, RankProcess, Start, last_error
+from tests.real_scripts import FOLDER
 from tests.strangers import Stranger
 from tests.world.test_check_and_status import look
 
@@ -185,6 +188,7 @@ def test_a_rank_and_status_need_the_token(start: Start, start_program: Start, po
         assert b"seen" not in stranger.rest(timeout=0.5)
     allowed = look(start, port, "--token_file", token_file)
     assert allowed.wait(10) == 0 and "1 of 2 ranks are here" in allowed.out
+    assert TOKEN not in rank_0.err and TOKEN not in allowed.out
 
 
 def everything_in(folder: Path) -> Iterator[tuple[Path, bytes]]:
@@ -193,33 +197,27 @@ def everything_in(folder: Path) -> Iterator[tuple[Path, bytes]]:
             yield file, file.read_bytes()
 
 
-def test_two_ranks_with_the_same_token_train_and_nothing_reveals_the_token(
-    start_rank: Start, eavesdropper: Eavesdropper, tmp_path: Path, token_file: Path
+def test_two_ranks_with_the_same_token_work_and_nothing_reveals_the_token(
+    start: Start, port: int, eavesdropper: Eavesdropper, tmp_path: Path, token_file: Path
 ) -> None:
     """The token is neither on the wire, nor in torch's store, nor in a file, nor in a command that is printed."""
-    options = [*LONGER, 3, "--token_file", token_file]
-    ranks = [start_rank(0, 2, *options)]
-    ranks[0].wait_for("listening at")
-    ranks.append(start_rank(1, 2, *options, "--master_port", eavesdropper.port))
-    ranks[0].wait_for("step 100/")
-    address, port = json.loads(eavesdropper.line_from_rank_0("placed"))["store"]
-    store = TCPStore(address, port, None, False, timedelta(seconds=20), wait_for_workers=False)
+    words = [*RUN, "--world_size", 2, "--token_file", token_file, "--run_dir", tmp_path / "run"]
+    ranks = [start(*words, "--rank", 0, "--master_port", port, FOLDER / "adding.py")]
+    ranks[0].wait_for("to start what is missing:\n")
+    ranks.append(start(*words, "--rank", 1, "--master_port", eavesdropper.port, FOLDER / "adding.py"))
+    for number, rank in enumerate(ranks):
+        rank.wait_for(f"rank {number} of 2 adds")
+    address, store_port = json.loads(eavesdropper.line_from_rank_0("placed"))["store"]
+    store = TCPStore(address, store_port, None, False, timedelta(seconds=20), wait_for_workers=False)
     keys = {key: store.get(key) for key in store.list_keys() if store.check([key])}
     del store
-    assert any("process_group/" in key for key in keys)
-    assert [rank.wait() for rank in ranks] == [0, 0]
-    waiting = start_rank(0, 2, "--join_timeout", 3, "--run_dir", tmp_path / "failed", DDP_MANUAL_TOKEN=TOKEN)
-    assert waiting.wait(30) == 10
-    assert "to start what is missing:\n" in waiting.err
+    assert any("default_pg/" in key for key in keys)
+    os.kill(ranks[1].worker, signal.SIGKILL)
+    assert [rank.wait() for rank in ranks] == [14, 137]
     wire = {"to rank 0": bytes(eavesdropper.to_rank_0), "from rank 0": bytes(eavesdropper.from_rank_0)}
     assert all(b"signature" in text for text in wire.values())
     places = {**keys, **wire, **dict(everything_in(tmp_path))}
-    named = {
-        tmp_path / "run" / "config.json",
-        tmp_path / "run" / "summary.json",
-        tmp_path / "failed/failure-rank0.json",
-    }
-    assert named <= {*places}
+    assert {tmp_path / "run" / "failure-rank0.json", tmp_path / "run" / "failure-rank1.json"} <= {*places}
     assert [place for place, text in places.items() if TOKEN.encode() in text or TOKEN in str(place)] == []
 
 
