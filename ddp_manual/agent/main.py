@@ -70,8 +70,8 @@ class Agent:
         self._join = Join(spec, task, steps=self.steps, log=log)
         self.rank = ThisRank(spec, self, time.monotonic(), chose_folder=task.chose_folder)
         self.protocol = AgentProtocol(self.rank, name=task.name, in_one_terminal=task.in_one_terminal)
-        self._signal_before = 0
-        """A signal that came before the worker was started; 0 if none did."""
+        self._signals_before: list[int] = []
+        """Signals that came before the worker was started."""
         self.worker: Worker
         self.witness: signal_handlers.Witness | None = None
         """Tells whether a signal was sent to the worker too."""
@@ -104,8 +104,8 @@ class Agent:
                 return ended
             await self._attach()
             watch_launcher(self.spec, self._launcher_gone)
-            if self._signal_before:
-                self.take_signal(self._signal_before)
+            for number in self._signals_before:
+                self.take_signal(number)
             if not isinstance(rank.state, states.Ended):
                 self._ending.in_background(self._join_others())
             self._tick()
@@ -304,7 +304,7 @@ class Agent:
     def take_signal(self, number: int) -> None:
         """Handle a signal that this process has received."""
         if not hasattr(self, "worker"):
-            self._signal_before = number
+            self._signals_before.append(number)
             return
         self._let_witness_forget()
         if isinstance(self.rank.state, states.Ended):  # ``check`` then no longer waits for its worker

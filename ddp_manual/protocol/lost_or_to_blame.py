@@ -212,16 +212,20 @@ class Watch:
             self.mismatch_search.lose_unless_mismatch(loss, now)
         else:
             rank = verdict.rank
-            first = None if verdict.judged else self._raised_before(rank, self.health.finished_before(rank))
-            self.end_of_work.lose(first or loss)
+            early = () if verdict.judged else self.health.finished_before(rank)
+            self.end_of_work.lose(self._raised_before(rank, early, f"\n{verdict.what}") or loss)
 
-    def _raised_before(self, rank: int, early: Sequence[int]) -> Loss | None:
+    def _raised_before(self, rank: int, early: Sequence[int], then: str = "") -> Loss | None:
         """Return the loss of a rank that has closed its process group ``early`` because of its own exception, and has
-        not ended yet, such as while it saves: then that is why ``rank`` cannot go on."""
+        not ended yet, such as while it saves: then that is why ``rank`` cannot go on.
+
+        Args:
+            then: a line about what became of ``rank``.
+        """
         first = next((one for one in early if self.health.beat(one).raised and one not in self.health.finished), None)
         if first is None or self.health.beat(first).broken:
             return None
-        return Loss(closed_because(self._info(first), self.health.beat(first), rank), OWN_CODE)
+        return Loss(closed_because(self._info(first), self.health.beat(first), rank, then), OWN_CODE)
 
     @property
     def is_undecided(self) -> bool:

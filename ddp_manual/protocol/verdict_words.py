@@ -63,13 +63,13 @@ def lost_rank(info: RankInfo, what: str, *, why: str, next: str, exit_code: int 
     return verdict_about(info, words if exit_code is None else replace(words, exit_code=exit_code))
 
 
-def closed_because(info: RankInfo, beat: Beat, waiting: int) -> Verdict:
+def closed_because(info: RankInfo, beat: Beat, waiting: int, then: str) -> Verdict:
     """Return the verdict about a rank that has closed its process group because of an exception of its own code, and
-    has not ended yet; the rank ``waiting`` needs that group."""
+    has not ended yet; the rank ``waiting`` needs that group, and ``then`` is a line about what became of it."""
     error = TrainingFailed(
         f"rank {info.rank} on {info.host}: {beat.raised}",
         why=f"it has closed its process group because of that, and rank {waiting} cannot go on without it\n"
-        f"it was {beat.last_seen()}, and had not ended yet",
+        f"it was {beat.last_seen()}, and had not ended yet{then}",
         next="fix the code or the data that raised it, then start all ranks again",
     )
     return verdict_about(info, LastWords.of(error), judged=False)

@@ -213,6 +213,7 @@ def test_a_victim_that_closes_its_group_is_no_culprit_and_one_that_fails_first_i
     watch.check(2.5)
     failure = watch.end_of_work.failure
     assert failure and (failure.rank, failure.what) == (2, "rank 2 on h: ValueError: bad sample")
+    assert (failure.why.splitlines()[-1] == "what") is (error == "training-failed")
 
 
 def test_a_rank_that_has_handled_its_exception_and_finished_ends_the_run_as_any_that_finishes_early() -> None:
@@ -382,6 +383,19 @@ def test_of_a_default_group_that_is_closed_because_of_an_exception_it_is_said_wh
     recorder.stop()
     closed = [(one.raised, one.broken) for one in heard if isinstance(one, from_worker.GroupClosed)]
     assert closed == [("", False), told]  # the default group last
+
+
+def test_an_exception_that_was_handled_before_a_group_was_opened_is_no_reason_to_close_it() -> None:
+    heard: list[Any] = []
+    recorder = recording.Recorder(heard.append)
+    recorder.start()
+    try:
+        raise FileNotFoundError("config.json")
+    except OSError:
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+        dist.destroy_process_group()
+    recorder.stop()
+    assert [one.raised for one in heard if isinstance(one, from_worker.GroupClosed)] == [""]
 
 
 @with_hooks

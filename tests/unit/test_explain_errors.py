@@ -168,6 +168,7 @@ def test_an_error_of_the_users_own_code_is_not_taken_for_one_of_a_collective(tex
 
 def test_an_error_that_was_raised_while_that_of_a_collective_was_handled_may_have_another_rank_for_its_reason() -> None:
     error = ValueError("my step failed")
+    error.__cause__ = error  # as after ``raise error from error``
     error.__context__ = dist.DistNetworkError("Connection closed by peer")
     assert is_broken_collective(error)
     assert as_ours(1, error).what.endswith(": ValueError: my step failed")
