@@ -102,6 +102,9 @@ _OF_ONE_TENSOR = {_OPERATIONS[one]: _OPERATIONS[f"{one}_BASE"] for one in ("ALLG
 _MISTAKES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
 # Operations that one rank calls for itself, but that gloo counts in its sequence numbers like collectives.
 _NOT_COUNTABLE = ("SEND", "RECV", "RECV_ANYSOURCE", "MONITORED_BARRIER")
+# The mark of an exception that was being handled when the default group was opened, as where that is done in an
+# ``except`` block: it is no reason to close the group.
+_HANDLED = "_handled_at_open"
 
 
 class _Order:
@@ -138,9 +141,6 @@ class Recorder:
     def __init__(self, tell: Callable[[FromWorker], None], *, compared: bool = True) -> None:
         self._tell, self._compared = tell, compared
         self._begun = 0
-        self._handled = 0
-        """The id of the exception that was being handled when the default group was opened, as where that is done in an
-        ``except`` block: it is no reason to close the group."""
         self._groups: dict[Any, Callable[..., None] | None] = {}
         """Process group of several ranks -> the function that records its collectives; None if none does."""
         self._identities = itertools.count(1)
@@ -193,8 +193,8 @@ class Recorder:
         if len(ranks) == 1:
             return
         self._groups[group] = None
-        if group.group_desc == "default_pg":
-            self._handled = id(sys.exc_info()[1])
+        if group.group_desc == "default_pg" and (handled := sys.exc_info()[1]) is not None:
+            handled.__dict__[_HANDLED] = True
         if self._memory is not None:
             try:
                 self._record_in(group, key, ranks)
@@ -225,7 +225,7 @@ class Recorder:
         if group in self._groups:
             del self._groups[group]
             error = sys.exc_info()[1] if group.group_desc == "default_pg" else None
-            error = None if id(error) == self._handled or isinstance(error, StopIteration) else error
+            error = None if _HANDLED in getattr(error, "__dict__", ()) else error
             raised = printable(first_line(error)[:LONGEST_NAME]) if isinstance(error, Exception) else ""
             begun = known_of([(group, key)]).begun.get(key)
             self._tell(GroupClosed(key, begun, raised, is_broken_collective(error)))

@@ -239,9 +239,9 @@ def _failed_collective(error: BaseException | None) -> BaseException | None:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    seen: list[BaseException] = []
-    while error is not None and not any(error is one for one in seen):  # ``raise error from error`` is a circle
-        seen.append(error)
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # ``raise error from error`` is a circle
+        seen.add(id(error))
         yield error
         error = error.__cause__
 
