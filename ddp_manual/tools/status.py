@@ -130,7 +130,7 @@ def _failure(seen: Mapping[str, Any], where: str) -> DdpManualError | None:
 def last_line(seen: Mapping[str, Any]) -> str:
     """Say how a run that did not fail has ended."""
     ended = seen["ended"]
-    return f"the run {'was' if ended['identifier'] else 'has finished:'} {ended['what']}"
+    return wrapped(f"the run {'was' if ended['identifier'] else 'has finished:'} {ended['what']}", stdout_width())
 
 
 def text(seen: Mapping[str, Any]) -> str:
