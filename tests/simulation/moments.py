@@ -117,7 +117,7 @@ class Moments:
     # -- 8, 11, 13: as time goes by -----------------------------------------------------------------------------------
 
     def _seats_can_be_taken(self, zero: Rank) -> None:
-        """8: rank 0 gives up the seat of a process that has ended, or was silent for too long."""
+        """8: rank 0 gives up the seat of a process whose connection ends, at once, or that is silent for too long."""
         shell = zero.agent._join.coordinator if zero.agent is not None else None
         coordinator = shell.protocol if shell is not None else None
         if coordinator is None or zero.errors or coordinator.failure is not None:
@@ -128,7 +128,9 @@ class Moments:
             if number == 0 or holder is None or work_is_done or (peer is not None and peer.left):
                 continue
             since = self.unheard_since.get(holder.rank)
-            if since is not None and self.run.loop.now - since > silent_after(coordinator.run) + SLACK:
+            said_so = peer is None and not coordinator.roll_call.is_over
+            patience = SLACK if said_so else silent_after(coordinator.run) + SLACK
+            if since is not None and self.run.loop.now - since > patience:
                 self.run.break_invariant(8, f"the seat of rank {number} is kept for a process that is dead or silent")
 
     def _the_wait_ends(self, zero: Rank, passed: float) -> None:
