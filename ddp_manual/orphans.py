@@ -33,14 +33,15 @@ MARK = "DDP_MANUAL_ADOPTED_BY"
 
 _started: list[subprocess.Popen[Any]] = []
 """The processes that this process has started itself and waits for."""
-_adopts: list[bool] = []
+_adopts: list[int] = []
+"""The pid of this process once it adopts orphans; behind those of the processes that it was forked from."""
 
 
 def adopt() -> None:
-    """Become the parent of each process below this one whose parent ends."""
-    if sys.platform == "linux" and not _adopts:
-        adopt_orphans()
-        _adopts.append(True)
+    """Become the parent of each process below this one whose parent ends; on other systems than Linux init does."""
+    if sys.platform == "linux" and os.getpid() not in _adopts:
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        _adopts.append(os.getpid())
 
 
 def note_own(process: subprocess.Popen[Any]) -> None:
@@ -189,12 +190,6 @@ def die_with_parent(parent: int) -> None:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of each process below this one whose parent ends; on other systems than Linux init does."""
-    if sys.platform == "linux":
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,4 +1,4 @@
-"""The worker's process as its agent sees it: started, asked for its stack, ended; and the cause of its death.
+"""The worker's process as its agent sees it: asked for its stack, signalled, ended; and the cause of its death.
 
 The kernel knows what the worker cannot tell: ``/proc`` has its exit status and the signal that has stopped it, and its
 memory cgroup counts OOM kills. The worker's faulthandler writes the Python stack to a pipe when the worker crashes in

@@ -57,7 +57,7 @@ def serve() -> int:
     A script may start processes in sessions of their own, which the end of their rank does not end. This process adopts
     them, and ends them when its child, which has the agents, has ended.
     """
-    orphans.adopt_orphans()
+    orphans.adopt()
     own = os.getpid()
     if child := os.fork():
         signal_handlers.leave_signals_to_the_agent()

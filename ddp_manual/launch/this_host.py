@@ -250,7 +250,8 @@ class Ranks:
     def take_signal(self, number: int) -> None:
         self._is_stopping |= number in signal_handlers.STOP
         self._passes_on = number in signal_handlers.STOP  # no rank shows a line about it: launch says it for all
-        self._signals_before += [] if self.agents else [number]
+        if not self.agents:
+            self._signals_before.append(number)
         # In our own training rank 0 saves for all.
         for agent in self.agents[: 1 if number == signal_handlers.SAVE and self.job.program is None else None]:
             agent.take_signal(number)

@@ -223,7 +223,7 @@ class Watch:
             then: a line about what became of ``rank``.
         """
         first = next((one for one in early if self.health.beat(one).raised and one not in self.health.finished), None)
-        if first is None or self.health.beat(first).broken:
+        if first is None:
             return None
         return Loss(closed_because(self._info(first), self.health.beat(first), rank, then), OWN_CODE)
 
@@ -321,11 +321,11 @@ class Watch:
         call, next = "a collective", SAME_STEPS
         if self.health.beat(rank).opening:
             call, next = "the call that opens a process group", OPENS_EACH
+        uneven = f"{call} needs every rank, and they did not make the same number of calls"
         raised = (f"rank {one}: {beat.raised}" for one in early if (beat := self.health.beat(one)).raised)
         error = PeerLost(
             f"{in_words(as_ranges(early))} had {done} while rank {rank} was still in {call}",
-            why=f"{call} needs every rank, and they did not make the same number of calls"
-            + "\n".join([f"\nrank {rank} was on {place or 'no line of Python'}", *raised]),
+            why="\n".join([uneven, f"rank {rank} was on {place or 'no line of Python'}", *raised]),
             next=next,
         )
         verdict = verdict_about(self._info(rank), LastWords.of(error))

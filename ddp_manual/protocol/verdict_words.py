@@ -1,6 +1,6 @@
-"""The verdict that ends a run, as every rank prints it: which rank is gone, silent or stuck, where, and what next.
+"""The verdict that ends a run, as every rank prints it: which rank is lost or stuck, where, and what next.
 
-``lost_or_to_blame.py`` decides, on rank 0, when there is one.
+``lost_or_to_blame.py`` decides, on rank 0, when there is one, and has the words for ranks that are gone or silent.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Pause:
 
 
 class WaitOrShrink:
-    """What happens to the seats of a run.
+    """Decides, after a loss, whether the others wait or go on without a rank, and from which state; puts it into words.
 
     Args:
         max_restarts: how often a rank may be lost by its own code.

@@ -89,22 +89,22 @@ class _Opening:
     def __init__(self) -> None:
         self._opened: Counter[int] = Counter()
         """Number of ranks -> how many groups with so many this process has opened with the launcher's store."""
-        self._begun: Sequence[int] = ()
-        """The number of ranks in such a group that is being opened."""
+        self._begun = 0
+        """The number of ranks in such a group that is being opened; 0 if none is."""
         self.port = ""
         """The port where the ranks of the group meet by themselves; "" with the launcher's store."""
 
     def begin(self, store: Any, world_size: int, *, is_whole: bool) -> Any:
         """Return the store in which the ranks of the next group meet: a part of its own. The first group of the whole
         world has the store itself, since some of its ranks may be processes without this package."""
-        opened, self._begun = self._opened[world_size], [world_size]
+        opened, self._begun = self._opened[world_size], world_size
         return store if is_whole and not opened else PrefixStore(f"ddp_manual/groups of {world_size}/{opened}", store)
 
     def is_done(self, world_size: int) -> None:
         """Note that a group of so many ranks is open. A rank that fails to open one counts none, so that it meets the
         other ranks where they still wait."""
-        self._opened.update(self._begun if world_size in self._begun else ())
-        self._begun = ()
+        self._opened[world_size] += world_size == self._begun
+        self._begun = 0
 
 
 _opening = _Opening()
