@@ -114,8 +114,8 @@ class Waiting:
         self._say("\n".join(["to start what is missing:", *commands]))
 
 
-async def wait_until(holds: Callable[[], bool], within: float) -> None:
-    """Wait until the condition holds, ``within`` seconds at most."""
-    deadline = time.monotonic() + within
-    while not holds() and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
+async def wait_until(holds: Callable[[], bool], within: float = math.inf) -> None:
+    """Wait until the condition holds, ``within`` seconds at most; look every 10 ms at first, in the end every 50 ms."""
+    began = time.monotonic()
+    while not holds() and (waited := time.monotonic() - began) < within:
+        await asyncio.sleep(min(max(waited / 10, 0.01), 0.05))

@@ -191,7 +191,7 @@ class Beat(Checked):
     """The signal that stopped the worker, such as SIGSTOP, as its agent sees it."""
 
     def __post_init__(self) -> None:
-        if any(len(sent) % 2 for sent in self.calls.values()):
+        if self.calls and any(len(sent) % 2 for sent in self.calls.values()):
             raise ValueError("chains of collectives are not pairs")
 
     @property

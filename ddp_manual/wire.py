@@ -22,6 +22,7 @@ Read: TypeAlias = Callable[[str], T]
 """Reads a message from a line; raises ``msgspec.MsgspecError``, ValueError or RecursionError if it is none."""
 
 _encoder = msgspec.json.Encoder()
+_local_encoder = json.JSONEncoder(separators=(",", ":"))
 
 
 class Unreadable(Exception):
@@ -34,7 +35,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 def encode_local(message: Mapping[str, Any] | msgspec.Struct) -> bytes:
     """Return the line for a message to a process of this rank, or of this user, with texts and numbers as they are."""
-    return json.dumps(msgspec.to_builtins(message, enc_hook=_plain), separators=(",", ":")).encode() + b"\n"
+    return _local_encoder.encode(msgspec.to_builtins(message, enc_hook=_plain)).encode() + b"\n"
 
 
 def _plain(value: Any) -> Any:

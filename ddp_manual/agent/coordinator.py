@@ -123,12 +123,9 @@ class Coordinator:
 
     def _take(self, peer: Peer, message: FromRank | FromStranger) -> None:
         self.protocol.take(peer, message, time.monotonic())
-        if isinstance(message, Heartbeat) and self._gathering is None and self._is_large_world:
+        is_large = self.run.world_size >= MANY_RANKS and self.protocol.roll_call.works
+        if isinstance(message, Heartbeat) and is_large and self._gathering is None:
             self._gathering = asyncio.get_running_loop().call_soon(self._let_heartbeats_pile_up)
-
-    @property
-    def _is_large_world(self) -> bool:
-        return self.run.world_size >= MANY_RANKS and self.protocol.roll_call.works
 
     def _folder_of(self, so_far: RunSoFar) -> tuple[str | None, bool]:
         run_dir = own_run_dir(so_far.run_dir, self.protocol.recovery.policy.run_dir) or self.run.run_dir

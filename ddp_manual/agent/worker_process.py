@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import asdict, replace
@@ -97,7 +98,8 @@ class Worker:
         """Whether exec has replaced the program by another one, which has no channel and ends like an executable."""
         self._closed_group: from_worker.GroupClosed | None = None
         """The process group that it has closed last, if it has opened none since."""
-        self._is_blocked = False
+        self._blocked_since: float | None = None
+        """Since when its main thread is blocked in a collective, if it is."""
         self._spoke_at = time.monotonic()
         self._oom_kills = OomKills(self.pid)
 
@@ -137,7 +139,8 @@ class Worker:
             case from_worker.NotCompared():
                 self.records.complete = False
             case from_worker.Doing():
-                self.beat, self._is_blocked = message.beat or self.beat, message.blocked
+                self.beat = message.beat or self.beat
+                self._blocked_since = (self._blocked_since or self._spoke_at) if message.blocked else None
         take(message)
 
     def _closed(self, take: Callable[[from_worker.FromWorker], None]) -> None:
@@ -285,14 +288,15 @@ class Worker:
                 handles_it = process_status.is_caught(self.pid, signal.SIGTERM)
                 self.until = time.monotonic() + (grace if handles_it else TERM_GRACE)
                 self.signal_all(signal.SIGTERM)
-            blocked_at = time.monotonic()
-            while not self.is_gone and time.monotonic() < (self.until or 0):
-                await asyncio.sleep(0.01)
-                # Python calls no handler while the main thread is blocked in a collective.
-                blocked_at = blocked_at if self._is_blocked else time.monotonic()
-                if time.monotonic() - blocked_at > KILL_AFTER:
-                    break
+            await wait_until(partial(self._has_had_its_time, time.monotonic()))
         await self._kill(self.signal_all)
+
+    def _has_had_its_time(self, since: float) -> bool:
+        """Return whether a program that is to end since then has ended, or is to be killed now."""
+        now, blocked = time.monotonic(), self._blocked_since
+        # Python calls no handler while the main thread is blocked in a collective.
+        is_blocked = blocked is not None and now - max(since, blocked) > KILL_AFTER
+        return self.is_gone or is_blocked or now >= (self.until or 0)
 
     async def _let_it_save(self) -> None:
         """Ask whether the worker is writing a checkpoint, and wait until it is written."""

@@ -187,8 +187,6 @@ class CoordinatorProtocol:
                 self._watch.end_because_of_gone(rank, reason)
                 self.recovery.give_up_lost()
 
-    # -- the roll call ------------------------------------------------------------------------------------------
-
     # -- what ranks say -----------------------------------------------------------------------------------------
 
     def _take_from_rank(self, peer: Peer, rank: int, message: messages.FromRank) -> None:
@@ -220,11 +218,11 @@ class CoordinatorProtocol:
             case messages.RecordsReply():
                 self._watch.take_reply(rank, message.number, message, now)
             case messages.Probed():
-                if isinstance(state := self.roll_call.state, Gathering) and state.probes is not None:
-                    state.probes.take(message.key, message.failures)
+                state = self.roll_call.state
+                probes = state.probes if isinstance(state, Gathering) else self._watch.probes
+                if probes is not None:
+                    probes.take(message.key, message.failures)
                     self.meeting.advance()
-                elif self._watch.probes is not None:
-                    self._watch.probes.take(message.key, message.failures)
             case messages.Stopping():  # a pod may be replaced while it saves: the new one must not be refused
                 self.roll_call.stopping.update({rank} if self.roll_call.works or self._policy.began else ())
                 if self.recovery.works(rank):
@@ -249,7 +247,7 @@ class CoordinatorProtocol:
     def _name_stop_step(self) -> None:
         """Name the step after which all ranks stop, once all ranks whose work is not done have replied."""
         if self.roll_call.works:
-            self.recovery.stop_step.name(self.at_work([*self.recovery.at_work]))
+            self.recovery.stop_step.name(lambda: self.at_work([*self.recovery.at_work]))
 
     def _take_goodbye(self, peer: Peer, rank: int, why: str) -> None:
         """Handle a rank that leaves: its work is done, or ``why`` says why it is not."""
@@ -322,9 +320,9 @@ class CoordinatorProtocol:
         # A process that wants a taken rank waits until the holder of that rank ends, is heard or is known to be frozen.
         if self.roll_call.admits:
             self.meeting.admit()
-        if self.failure is None and passed < 1:
-            self.meeting.give_up_silent(now)
         if self.failure is None:
+            if passed < 1:
+                self.meeting.give_up_silent(now)
             self.meeting.advance_or_wait()
             self._name_stop_step()
         self._watch.check(now)

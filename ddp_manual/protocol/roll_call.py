@@ -303,7 +303,8 @@ class RollCall:
 
     def silent(self, now: float) -> list[int]:
         """Return the ranks, without rank 0, that have been silent for too long."""
-        return [rank for rank, member in self.members.items() if rank and now - member.heard > silent_after(self.run)]
+        latest = now - silent_after(self.run)
+        return [rank for rank, member in self.members.items() if rank and member.heard < latest]
 
     def infos(self) -> list[RankInfo]:
         """Return who the ranks are that are here and not left out, in the order of the ranks."""

@@ -33,10 +33,10 @@ class StopStep:
         """Note how many steps a rank has done."""
         self._done[rank] = steps
 
-    def name(self, awaited: Collection[int]) -> None:
+    def name(self, awaited: Callable[[], Collection[int]]) -> None:
         """Send all ranks the step to stop after, once all ``awaited`` ranks have said how many steps they have done."""
         is_due = self._asked and self._named is None
-        if is_due and self._done.keys() >= {*awaited}:
+        if is_due and self._done.keys() >= {*awaited()}:
             number, ranks = next(iter(self._asked.values())), sorted(self._asked)
             self._named = messages.StopAfter(max(self._done.values(), default=0) + 1, number, ranks)
             self._send_to_all(self._named)

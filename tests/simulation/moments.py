@@ -282,8 +282,8 @@ def watched(run: Run) -> Iterator[None]:
         def act() -> None:
             take(coordinator, peer, message, now)
 
-        sender = _sender(peer)
-        if peer.rank is None and sender is not None and not sender.has_token:
+        sender = _sender(peer) if peer.rank is None else None
+        if sender is not None and not sender.has_token:
             unchanged(18, f"a message of {sender.who} without the token", lambda: decided(coordinator), act)
         elif isinstance(message, OfWorker) and (peer.rank is None or message.worker != peer.worker):
             what = f"a message of rank {peer.rank}'s old worker, {message},"

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ddp_manual import process_status, signal_handlers, terminal
+from ddp_manual import orphans, process_status, signal_handlers, terminal
 from ddp_manual.agent import (
     coordinator,
     join,
@@ -35,7 +35,7 @@ from ddp_manual.protocol import reachability as rounds
 from ddp_manual.rank_options import WorldSpec
 from tests.simulation.moments import watched
 from tests.simulation.network import Host, Listener
-from tests.simulation.people import COLUMNS, on_screen
+from tests.simulation.people import COLUMNS
 from tests.simulation.virtual_time import EPOCH, PROCESS
 from tests.simulation.worker import HeldState
 
@@ -74,7 +74,7 @@ def patched(run: Run) -> Iterator[None]:
 
         def print(self, line: str, *, shown: bool = True) -> None:
             if shown:
-                run.see(self._who, on_screen(line))
+                run.see(self._who, line)
 
         def print_error(self, error: DdpManualError, *, shown: bool) -> None:
             if shown:
@@ -160,6 +160,7 @@ def patched(run: Run) -> Iterator[None]:
         (rounds, {"_rounds": itertools.count()}),
         (rank_result, {"host_name": lambda: here().name}),
         (signal_handlers, {"handle_in_event_loop": lambda handle: contextlib.nullcontext(), "Witness": Witness}),
+        (orphans, {"_adopts": []}),
         (process_status, {"is_caught": lambda pid, number: run.plan.saves > 0}),
         (this_host, {"RankOutput": Output}),
         (worker_process, {"OomKills": lambda pid: SimpleNamespace(any=lambda: False)}),

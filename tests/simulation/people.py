@@ -21,7 +21,6 @@ from ddp_manual.launch.attempts import Failure
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.program import Program as UsersProgram
 from ddp_manual.rank_options import WorldSpec
-from ddp_manual.text_wrapping import wrapped
 from tests.simulation.network import EMPTY, Host
 from tests.simulation.rank import Rank
 from tests.simulation.virtual_time import Process
@@ -37,11 +36,6 @@ TYPES_DYING_AGAIN = 40
 PROGRAM = UsersProgram(kind="script", name="train.py")
 # The width of the terminals in which ranks are typed.
 COLUMNS = 80
-
-
-def on_screen(line: str) -> str:
-    """Return a rank's line as a terminal shows it, without the rank in front."""
-    return wrapped(line, COLUMNS).partition("] ")[2]
 
 
 class Writer:
@@ -183,7 +177,7 @@ class People:
         if rank.errors and not (is_error and len(rank.errors) == 1):
             self._run.break_invariant(16, f"{rank.who} says after its error: {line!r}")
         rank.lines.append((self._run.loop.now, line))
-        self._run.see(rank.who, line if is_error else on_screen(f"{terminal.tag(rank.number)} {line}"))
+        self._run.see(rank.who, line if is_error else f"{terminal.tag(rank.number)} {line}")
 
     def _ended(self, rank: Rank, done: asyncio.Task[Any]) -> None:
         if self._run.over is not None:

@@ -11,11 +11,12 @@ from functools import partial
 
 from ddp_manual.held_state_memory import Moment
 from ddp_manual.protocol import states
+from ddp_manual.text_wrapping import wrapped
 from tests.simulation.faults import Faults
 from tests.simulation.moments import Moments
 from tests.simulation.network import EMPTY, Network
 from tests.simulation.operating_system import patched
-from tests.simulation.people import People
+from tests.simulation.people import COLUMNS, People
 from tests.simulation.plan import FOR_EVER, Fault, Plan
 from tests.simulation.rank import Rank
 from tests.simulation.virtual_time import VirtualLoop
@@ -23,6 +24,11 @@ from tests.simulation.worker import Group, Program
 
 # The invariants that are checked when the run is over.
 AT_THE_END = (1, 2, 3, 7, 9, 12, 15, 16, 17, 19, 20)
+
+
+def on_screen(line: str) -> str:
+    """Return a rank's line as a terminal shows it, without the rank in front."""
+    return wrapped(line, COLUMNS).partition("] ")[2]
 
 
 class Calm(random.Random):
@@ -173,7 +179,8 @@ class Run:
     def transcript(self) -> str:
         """What people see; times in seconds, those of a calm run to a tenth."""
         digits = 1 if self.plan.seed is None else 3
-        lines = ((f"{at:8.{digits}f}", who, line.replace("\n", f"\n{'':9}")) for at, who, line in self.said)
+        shown = ((at, who, on_screen(line) if line.startswith("[rank ") else line) for at, who, line in self.said)
+        lines = ((f"{at:8.{digits}f}", who, line.replace("\n", f"\n{'':9}")) for at, who, line in shown)
         return "\n".join(f"{at} {who}: {line}" if who else f"{at} {line}" for at, who, line in lines)
 
     def carry_out(self) -> None:

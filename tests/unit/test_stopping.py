@@ -51,10 +51,10 @@ def test_all_stop_after_the_first_step_that_no_rank_has_passed(done: tuple[int, 
     ranks.step.ask(2, 2)
     assert ranks.sent == [messages.AskStep()]
     for number, stops in enumerate(ranks.stops):
-        ranks.step.name(range(3))
+        ranks.step.name(lambda: range(3))
         assert len(ranks.sent) == 1, f"rank {number} has not replied"
         stops.ask()
-    ranks.step.name(range(3))
+    ranks.step.name(lambda: range(3))
     assert ranks.sent[1:] == [messages.StopAfter(max(done) + 1, 15, [1, 2])]
     for stops, steps in zip(ranks.stops, done, strict=True):
         answers = itertools.takewhile(lambda stop: not stop, (stops.after_a_step() for _ in range(100)))
