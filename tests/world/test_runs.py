@@ -72,7 +72,7 @@ def test_runs_tells_how_a_run_has_failed_that_it_is_resumed_and_trains_and_that_
     folder = here / run["run_dir"]
     assert sorted(path.name for path in folder.glob("failure-*")) == ["failure-rank0.json", "failure-rank1.json"]
     trains = launch_here(*training, "--resume", "auto", before=("--run_dir", folder))
-    trains.wait_for("step ")
+    trains.wait_for("epoch ")  # not "step ", which it says as it reads the checkpoint
     set_aside = [f"failure-rank{rank}.restart0.json" for rank in (0, 1)]
     assert sorted(path.name for path in folder.glob("failure-*")) == set_aside
     assert [(run["state"], run["why"]) for run in runs_in(here, start)] == [("running", None)]
