@@ -1,9 +1,10 @@
-"""A deadline, and the lines that a person sees while a process waits."""
+"""Deadlines, and the lines that a person sees while a process waits."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -119,3 +120,22 @@ async def wait_until(holds: Callable[[], bool], within: float = math.inf) -> Non
     began = time.monotonic()
     while not holds() and (waited := time.monotonic() - began) < within:
         await asyncio.sleep(min(max(waited / 10, 0.01), 0.05))
+
+
+def done_within(seconds: float, act: Callable[[], object], name: str) -> bool:
+    """Have a thread of this package do something, and wait for so many seconds; return whether it is done. What it
+    raises is raised here."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name=f"ddp_manual {name}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    return not thread.is_alive()

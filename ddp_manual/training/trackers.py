@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from ddp_manual import atomic_files
+from ddp_manual.deadline import done_within
 from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.errors import DdpManualError, StopSignal, escaped
 from ddp_manual.run_folder import RunPaths
@@ -308,21 +309,9 @@ class WeightsAndBiases(Tracker):
         if summary is not None:
             numbers = {name: value for name, value in summary.items() if isinstance(value, (int, float))}
             self._run.summary.update(numbers)
-        failed: list[BaseException] = []
-
-        def finish() -> None:
-            try:
-                self._run.finish(exit_code=0 if summary is not None else 1)
-            except BaseException as error:
-                failed.append(error)
-
-        # In a thread, because wandb-core itself counts finish_timeout: a frozen wandb-core never answers.
-        finishing = threading.Thread(target=finish, name="ddp_manual wandb finish", daemon=True)
-        finishing.start()
-        finishing.join(UPLOAD_WITHIN)
-        if failed:
-            raise failed[0]
-        if finishing.is_alive():
+        finish = partial(self._run.finish, exit_code=0 if summary is not None else 1)
+        # wandb-core itself counts finish_timeout: a frozen wandb-core never answers.
+        if not done_within(UPLOAD_WITHIN, finish, "wandb finish"):
             raise TimeoutError(f"wandb has not finished within {UPLOAD_WITHIN:g} s")
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
+from ddp_manual.deadline import done_within
 from ddp_manual.errors import BadOption
 from ddp_manual.worker.device_and_backend import for_all_devices
 from ddp_manual.worker.explain_errors import error_while_joining, first_line
@@ -84,23 +85,14 @@ def open_process_group(
 
 def close_process_group(device: torch.device) -> bool:
     """Destroy the process group; return False if that takes too long, as when a driver or the network hangs."""
-    failed: list[BaseException] = []
 
     def close() -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # each thread has its own current device
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        except BaseException as error:
-            failed.append(error)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own current device
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
-    closing = threading.Thread(target=close, name="ddp_manual closing", daemon=True)
-    closing.start()
-    closing.join(CLOSE_WITHIN)
-    if failed:
-        raise failed[0]
-    return not closing.is_alive()
+    return done_within(CLOSE_WITHIN, close, "closing")
 
 
 def release_tensors_of_collectives() -> None:

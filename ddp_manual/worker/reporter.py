@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 from ddp_manual import from_agent, from_worker, orphans, terminal
+from ddp_manual.deadline import done_within
 from ddp_manual.ranks_and_runs import OPENING, Beat
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
 from ddp_manual.worker.private_torch import collectives_unfinished, open_groups
@@ -212,8 +213,7 @@ def end_process(status: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
 
-    flushing = threading.Thread(target=flush, daemon=True)
-    flushing.start()
-    flushing.join(FLUSH_WITHIN)
+    with suppress(BaseException):
+        done_within(FLUSH_WITHIN, flush, "flush")
     orphans.end_daemons()
     os._exit(status)
