@@ -361,6 +361,8 @@ class Verdict(LastWords):
     pid: Count
     judged: bool = False
     """Whether the coordinator or the rank's agent says it about that rank, not the rank itself."""
+    is_loss: bool = False
+    """Whether that rank is gone, silent or stopped; otherwise it may be one that waits for others."""
 
     @property
     def words(self) -> LastWords:

@@ -15,7 +15,7 @@ from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program
 from ddp_manual.agent.rank_result import Ended
 from ddp_manual.agent.start_worker import Forker, Starter, check_torch_is_installed
-from ddp_manual.agent.to_type import LISTENING, rank_command, typed_again
+from ddp_manual.agent.to_type import LISTENING, rank_command, status_of_run, typed_again
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import command_line, torchrun, user_variables
 from ddp_manual.errors import DdpManualError
@@ -47,7 +47,9 @@ def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = N
     config = checkpoint_files.with_torchrun_run_dir(config)
     check_options(spec, config)
     given = config.given_options()
+    has_own_terminal = launched is None and spec.source("rank") == "flag"
     told = {"config": config.values(), "sources": dict(config.sources), "launched": launched}
+    told["status"] = status_of_run(spec, watch=True) if has_own_terminal else ""
     return Task(
         program=dataclasses.replace(TRAINING, arguments=(json.dumps(told),)),
         resumes=True,

@@ -23,7 +23,7 @@ from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
 from ddp_manual.agent.program_source import ProgramSource, source_once
 from ddp_manual.agent.rank_0_port import listen, refuse_loopback
-from ddp_manual.agent.to_type import shrink_command
+from ddp_manual.agent.to_type import status_of_run
 from ddp_manual.agent.torchrun_store import read_torchrun_address, write_torchrun_address
 from ddp_manual.agent.wait_for_rank_0 import Probe, find_rank_0
 from ddp_manual.agent.waiting_rank_0s import OwnRank0, hint, withdraw
@@ -300,7 +300,7 @@ class Join:
             step.detail = at(address, port)
         info = await self._describe_this_rank(address)
         run = self._task.describe_run(spec, info, address, self._command_for(None))
-        policy = WaitOrShrink(spec.max_restarts, shrink_command(self._spec), self._task.run_dir)
+        policy = WaitOrShrink(spec.max_restarts, status_of_run(self._spec, shrink=True), self._task.run_dir)
         self.coordinator = Coordinator(run, info, self.seal, self.nonce, spec.join_timeout, policy)
         await self.coordinator.serve(listener)
         self._log(f"listening at {step.detail}")

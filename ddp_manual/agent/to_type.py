@@ -77,8 +77,8 @@ def status_command(**flags: Any) -> str:
     return f"{shlex.join([*own, 'status'])} {as_flags(flags)}"
 
 
-def shrink_command(spec: WorldSpec) -> str:
-    """Return the command that lets a run go on without the ranks that are missing."""
+def status_of_run(spec: WorldSpec, **flags: Any) -> str:
+    """Return the ``status`` command with these flags, such as ``shrink``, for the run that this rank is in."""
     at_rank_0 = {name: getattr(spec, name) for name in ("master_addr", "master_port", "token_file")}
     typed = {name: value for name, value in at_rank_0.items() if value != getattr(WorldSpec, name)}
-    return status_command(**typed, shrink=True)
+    return status_command(**typed, **flags)

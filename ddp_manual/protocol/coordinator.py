@@ -211,7 +211,7 @@ class CoordinatorProtocol:
             case messages.LostRank0(words):  # this rank 0 was stopped for long, and runs again
                 about_rank_0 = replace(words, why=named_from_outside(words.why, rank))
                 if self.recovery.works(rank):
-                    verdict = verdict_words.verdict_about(self.roll_call.rank_0, about_rank_0)
+                    verdict = verdict_words.verdict_about(self.roll_call.rank_0, about_rank_0, is_loss=True)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
             case messages.StacksReply():
                 self._watch.take_reply(rank, STACKS, message.text, now)
@@ -266,7 +266,8 @@ class CoordinatorProtocol:
 
     def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
         """Handle the end of a worker: ``failed`` has its own last words, or what its agent says about it."""
-        verdict = verdict_words.verdict_about(self.roll_call.info(rank), failed.words, judged=failed.judged)
+        info, judged = self.roll_call.info(rank), failed.judged
+        verdict = verdict_words.verdict_about(info, failed.words, judged=judged, is_loss=judged)
         if self.recovery.works(rank):
             broken_at = printable(failed.broken_at) if failed.broken_at is not None else None
             crashed = failed.judged and verdict.exit_code - 128 in how_a_worker_ended.CRASHES

@@ -30,13 +30,9 @@ from ddp_manual.wording import as_ranges, counted, in_words
 FOUND_ALIKE = (ConfigMismatch.identifier, ReplicasDiffer.identifier)
 
 
-def verdict_about(info: RankInfo, words: LastWords, *, judged: bool = True) -> Verdict:
-    """Return a verdict about a rank with these last words.
-
-    Args:
-        judged: whether they are from the coordinator or the rank's agent, not from its worker.
-    """
-    return Verdict(**asdict(words), rank=info.rank, host=info.host, pid=info.pid, judged=judged)
+def verdict_about(info: RankInfo, words: LastWords, *, judged: bool = True, is_loss: bool = False) -> Verdict:
+    """Return a verdict about a rank with these last words; ``Verdict`` says what the arguments mean."""
+    return Verdict(**asdict(words), rank=info.rank, host=info.host, pid=info.pid, judged=judged, is_loss=is_loss)
 
 
 def error_for(rank: int, verdict: Verdict) -> DdpManualError:
@@ -60,7 +56,7 @@ def error_for(rank: int, verdict: Verdict) -> DdpManualError:
 
 def lost_rank(info: RankInfo, what: str, *, why: str, next: str, exit_code: int | None = None) -> Verdict:
     words = LastWords.of((PeerLost if info.rank else MasterLost)(f"{info.who} {what}", why=why, next=next))
-    return verdict_about(info, words if exit_code is None else replace(words, exit_code=exit_code))
+    return verdict_about(info, words if exit_code is None else replace(words, exit_code=exit_code), is_loss=True)
 
 
 def closed_because(info: RankInfo, beat: Beat, waiting: int, then: str) -> Verdict:

@@ -12,7 +12,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from ddp_manual import from_agent, from_worker, messages
-from ddp_manual.errors import CollectiveMismatch, DdpManualError, PeerLost, PeerStalled, Stopped
+from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import how_a_worker_ended, states, verdict_words
 from ddp_manual.protocol.stop_signals import StopSignals
@@ -46,8 +46,7 @@ class Explanation:
         error = verdict_words.error_for(rank.number, verdict)
         ours, own = verdict.rank == rank.number, work.own_words
         if verdict.judged:
-            is_of_this_rank = ours and error.what.startswith(f"rank {rank.number} ")  # it may be the one that waits
-            is_of_this_rank &= not isinstance(error, (CollectiveMismatch, PeerStalled))
+            is_of_this_rank = ours and verdict.is_loss
             was_silent = is_of_this_rank and "has been silent" in error.what
             if is_of_this_rank and self._shell.worker.status is None:
                 keeps_seat = rank.run is not None and rank.run.on_loss != LEAVE

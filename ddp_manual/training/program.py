@@ -15,7 +15,6 @@ from typing import Any
 import ddp_manual
 from ddp_manual import signal_handlers, terminal
 from ddp_manual.errors import Stopped
-from ddp_manual.option_fields import as_flags
 from ddp_manual.ranks_and_runs import first_command_and
 from ddp_manual.text_wrapping import whole
 from ddp_manual.training.main import Shared, check_own_code, train_as_agreed
@@ -35,9 +34,8 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     config = _config(told)
     with signal_handlers.ignore_save(), suppress(Stopped), ddp_manual.join(open_group=not config.no_ddp) as world:
-        if world.rank and world.spec.source("rank") == "flag" and not told["launched"]:  # in a terminal of its own
-            rank_0 = as_flags({name: getattr(world.spec, name) for name in ("master_addr", "master_port")})
-            logger.info("rank 0's terminal shows how far the training is, as does: ddp-manual status %s", rank_0)
+        if world.rank and told["status"]:
+            logger.info("rank 0's terminal shows how far the training is, as does:\n%s", whole(told["status"]))
         how = f"\n{whole(told['launched'])}" if told["launched"] else f" {first_command_and(str(world.run_dir))}"
         world.result = train_as_agreed(world, config, f"go on:{how}", leaves=True)
 
