@@ -126,7 +126,8 @@ def test_survivors_train_again_soon_and_a_world_shrinks_and_grows_within_an_epoc
         took.append(time.monotonic() - since)
         kept.wait_for_return(1, before=losses)
         agent = psutil.Process(kept.ranks[1].process.pid)
-        grown.append((agent.num_fds(), agent.num_threads(), len(agent.children(recursive=True))))
+        looks = ((agent.num_fds(), agent.num_threads(), len(agent.children(recursive=True))) for _ in range(10))
+        grown.append(min(looks))  # it opens files in /proc for a moment
     assert statistics.median(took) < 5
     assert len(set(grown)) == 1, grown
 
