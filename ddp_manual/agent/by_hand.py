@@ -47,9 +47,9 @@ def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = N
     config = checkpoint_files.with_torchrun_run_dir(config)
     check_options(spec, config)
     given = config.given_options()
-    has_own_terminal = launched is None and spec.source("rank") == "flag"
+    is_seen_elsewhere = spec.rank and launched is None and spec.source("rank") == "flag"  # in rank 0's terminal
     told = {"config": config.values(), "sources": dict(config.sources), "launched": launched}
-    told["status"] = status_of_run(spec, watch=True) if has_own_terminal else ""
+    told["status"] = status_of_run(spec, watch=True) if is_seen_elsewhere else ""
     return Task(
         program=dataclasses.replace(TRAINING, arguments=(json.dumps(told),)),
         resumes=True,

@@ -123,8 +123,8 @@ class Coordinator:
 
     def _take(self, peer: Peer, message: FromRank | FromStranger) -> None:
         self.protocol.take(peer, message, time.monotonic())
-        is_large = self.run.world_size >= MANY_RANKS and self.protocol.roll_call.works
-        if isinstance(message, Heartbeat) and is_large and self._gathering is None:
+        may_gather = self._gathering is None and isinstance(message, Heartbeat)
+        if may_gather and self.run.world_size >= MANY_RANKS and self.protocol.roll_call.works:
             self._gathering = asyncio.get_running_loop().call_soon(self._let_heartbeats_pile_up)
 
     def _folder_of(self, so_far: RunSoFar) -> tuple[str | None, bool]:

@@ -34,7 +34,7 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     config = _config(told)
     with signal_handlers.ignore_save(), suppress(Stopped), ddp_manual.join(open_group=not config.no_ddp) as world:
-        if world.rank and told["status"]:
+        if told["status"] and not world.generation:
             logger.info("rank 0's terminal shows how far the training is, as does:\n%s", whole(told["status"]))
         how = f"\n{whole(told['launched'])}" if told["launched"] else f" {first_command_and(str(world.run_dir))}"
         world.result = train_as_agreed(world, config, f"go on:{how}", leaves=True)

@@ -104,11 +104,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """Run callbacks until the loop is told to stop."""
-        queue = self._queue
         while not self._stopping:  # type: ignore[has-type]
-            if not queue:
+            if not self._queue:
                 raise Deadlock("nothing is scheduled any more")
-            when, _, scheduled = heapq.heappop(queue)
+            when, _, scheduled = heapq.heappop(self._queue)
             if scheduled.is_cancelled:
                 continue
             self.now = when

@@ -129,7 +129,8 @@ def test_4_a_minimal_torchrun_script(tmp_path: Path, digits: Path, cifar10: Path
 def test_5_ranks_by_hand(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     folder, where = tutorials.workspace(tmp_path, digits, cifar10), {"MASTER_PORT": str(free_port())}
     rank_0, rank_1, recipe = tutorials.type_in(folder, 5, OMP_NUM_THREADS="1", **where)
-    assert "[rank 0] process group ready" in rank_0 and "[rank 1] rank 0's terminal shows" in rank_1
+    assert "[rank 0] process group ready" in rank_0 and "[rank 1] process group ready" in rank_1
+    assert "[rank 1] rank 0's terminal shows how far the training is" in rank_1
     accuracies = []
     for said in (rank_0, recipe):
         [run_dir] = re.findall(r"; files in (runs/\S+)$", said, re.MULTILINE)
