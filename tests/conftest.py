@@ -55,6 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Skip GPU tests on a machine without a GPU, and run the tests marked ``alone`` last: each of them first waits until
     every other test process is done with its test. The other tests see no GPU, and mean the same on all machines.
+
+    Each test process begins with its part of the tests that start real processes: what is left at the end, and taken
+    from one process by another, are quick ones.
     """
     if not (config.option.markexpr or config.option.keyword or any("::" in argument for argument in config.args)):
         only = [item for item in items if (mark := item.get_closest_marker("soak")) and mark.kwargs.get("only")]
@@ -64,6 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     # Threads that share a computation wait for each other in a busy loop: beside other processes, two are slower.
     torch.set_num_threads(1)
+    items.sort(key=lambda item: item.path.parent.name not in ("hosts", "world"))
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = [item for first in range(processes) for item in items[first::processes]]
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     # Not is_available(): it begins to use CUDA, so that GPUs could not be hidden any more.
     if not torch.cuda.device_count():

@@ -15,8 +15,8 @@ from tests.simulation.__main__ import first_failure, simulate
 from tests.simulation.plan import Plan, draw
 from tests.simulation.planted import FAULTS, REPOSITORY, Planted, found_by, place_of
 
-RUNS = int(os.environ.get("DDP_MANUAL_SOAK_RUNS", "1500"))
-FIRST = secrets.randbelow(1 << 40) if RUNS > 1500 else 0
+RUNS = int(os.environ.get("DDP_MANUAL_SOAK_RUNS", "600"))
+FIRST = secrets.randbelow(1 << 40) if RUNS > 600 else 0
 BLOCKS = 12
 # Runs in which the soak finds each planted fault; the tests plant one that a few runs find.
 RUNS_TO_FIND = int(os.environ.get("DDP_MANUAL_SOAK_PLANTED", "100"))
@@ -24,7 +24,7 @@ PLANTED = [one for one in FAULTS if RUNS_TO_FIND > 100 or one.name == "no state 
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(0 if RUNS > 1500 else 600)
+@pytest.mark.timeout(0 if RUNS > 600 else 600)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_simulated_runs_break_no_invariant(block: int) -> None:
     number = RUNS // BLOCKS
