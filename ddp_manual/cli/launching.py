@@ -23,8 +23,9 @@ from ddp_manual.cli.ranks import train
 from ddp_manual.cli.stdout import print_result
 from ddp_manual.environment import launcher_variables, machine, user_variables
 from ddp_manual.launch import host_list
-from ddp_manual.program import Program
+from ddp_manual.program import EXECUTABLE
 from ddp_manual.rank_options import WorldSpec
+from ddp_manual.run_folder import default_run_dir, new_run_id
 from ddp_manual.training.options import TrainConfig
 
 
@@ -89,7 +90,7 @@ def launch(context: click.Context, /, **typed: Any) -> int:
     The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
     """
     from ddp_manual.launch import this_host
-    from ddp_manual.launch.job import Hosts, job_of
+    from ddp_manual.launch.job import Hosts, Job, command_to_go_on
 
     by_ssh = typed["hosts"] is not None or typed["hostfile"] is not None
     place, sources = _place(typed, by_ssh=by_ssh)
@@ -99,22 +100,23 @@ def launch(context: click.Context, /, **typed: Any) -> int:
         check_before_script("launch", script, "nproc", "nproc_per_node")
         raise click.MissingParameter(ctx=context, param_hint="--nproc", param_type="option")
     options = given(WorldSpec, place)  # not from a rank's variables: another launcher may have left them
-    task: Program | TrainConfig
-    if script is not None:
-        task = script
-    else:
-        task, typed_after = _training(context)
+    config, run_id, run_dir = None, new_run_id(), typed["run_dir"]
+    if script is None:
+        config, typed_after = _training(context)
+        run_dir = run_dir or default_run_dir(run_id)  # here, so that all hosts have the same time in its name
         options, sources = {**options, **typed_after}, {**sources, **dict.fromkeys(typed_after, "flag")}
     spec = WorldSpec(**options, sources={name: sources[name] for name in options})
     variables = user_variables.exported(typed["export"]) if by_ssh else {}
-    job = job_of(
-        task,
-        spec,
-        after=typed["program"],
-        run_dir=typed["run_dir"],
-        variables=variables,
+    job = Job(
+        spec=spec,
+        run_id=run_id,
+        run_dir=run_dir,
+        go_on=command_to_go_on(typed["program"], run_dir=run_dir if config else None, variables=variables),
+        program=script,
+        config=config,
         may_differ=names_in(typed["may_differ"]),
-        start=typed["start"],
+        forks=script is None or (typed["start"] == "fork" and script.kind != EXECUTABLE),
+        chose_folder=typed["run_dir"] is not None,
     )
     if by_ssh:
         from ddp_manual.launch.several_hosts import HostedLaunch
