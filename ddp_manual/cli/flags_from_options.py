@@ -59,6 +59,12 @@ class GroupedCommand(click.Command):
                 formatter.write_dl(records)
 
 
+class ProgramCommand(GroupedCommand):
+    """A command whose options end where a program begins: what follows is the program's."""
+
+    allow_interspersed_args = False
+
+
 # In the ``meta`` of a context: whether its help shows the options in RARE too.
 SHOWS_ALL = "ddp_manual.shows_all"
 

@@ -9,7 +9,7 @@ import click
 
 from ddp_manual import errors, orphans, terminal, unread
 from ddp_manual.cli.flags_from_options import (
-    GroupedCommand,
+    ProgramCommand,
     check_before_script,
     given,
     hosts_options,
@@ -29,11 +29,7 @@ from ddp_manual.run_folder import default_run_dir, new_run_id
 from ddp_manual.training.options import TrainConfig
 
 
-@click.command(
-    cls=GroupedCommand,
-    context_settings={"allow_interspersed_args": False},
-    short_help="Start all ranks of this machine, or of many, at once.",
-)
+@click.command(cls=ProgramCommand, short_help="Start all ranks of this machine, or of many, at once.")
 @click.option(
     "--nproc",
     "--nproc_per_node",
@@ -213,12 +209,7 @@ def hosted() -> int:
     return serve()
 
 
-@click.command(
-    "commands",
-    cls=GroupedCommand,
-    context_settings={"allow_interspersed_args": False},
-    short_help="Print what to type in each terminal of each host.",
-)
+@click.command("commands", cls=ProgramCommand, short_help="Print what to type in each terminal of each host.")
 @hosts_options("The hosts, each with its number of ranks; rank 0 is on the first.")
 @click.option("--run_dir", metavar="DIR", help="Where rank 0 writes; given to each rank.")
 @json_option

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,15 +46,13 @@ def put(values: Mapping[str, str | None]) -> None:
     os.environ.update({name: value for name, value in values.items() if value is not None})
 
 
-@contextmanager
-def set_rank_variables(placed: Placed, interfaces: Mapping[str, str]) -> Iterator[None]:
+def set_rank_variables(placed: Placed, interfaces: Mapping[str, str]) -> AbstractContextManager[None]:
     """Set the variables that torchrun would set, for the user's code and libraries, while the body runs.
 
     Args:
         interfaces: the variables of gloo and NCCL, for those that the user has not set.
     """
-    with changed({**_variables_of(placed), **_interface_variables(interfaces)}):
-        yield
+    return changed({**_variables_of(placed), **_interface_variables(interfaces)})
 
 
 def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tuple[int, int], hosted: bool) -> None:
@@ -108,28 +106,22 @@ def _interface_variables(interfaces: Mapping[str, str]) -> dict[str, str | None]
     return {**dict.fromkeys(user_variables.inherited_interfaces()), **told, user_variables.INTERFACES_VARIABLE: named}
 
 
-@contextmanager
-def clean_variables(threads_shared_by: int) -> Iterator[None]:
+def clean_variables(threads_shared_by: int) -> AbstractContextManager[None]:
     """Start processes in the body without another launcher's variables and with a quiet torch."""
     # A rank sets its share of the cores once it knows its neighbours, but torch sizes its thread pools before that.
     threads = str(user_variables.cpu_threads(threads_shared_by))
     usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
-    with changed(dict.fromkeys(LAUNCHER_VARIABLES), **usual):
-        yield
+    return changed(dict.fromkeys(LAUNCHER_VARIABLES), **usual)
 
 
-@contextmanager
-def cuda_is_only_looked_for() -> Iterator[None]:
+def cuda_is_only_looked_for() -> AbstractContextManager[None]:
     """Have ``torch.cuda.is_available`` ask the driver's library NVML in the body. By default it begins to use CUDA,
     which no fork of this process could use any more; ``import torch.utils.cpp_extension`` calls it where nvcc is."""
-    with changed({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
-        yield
+    return changed({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
 
 
-@contextmanager
-def wandb_files_below(folder: Path) -> Iterator[None]:
+def wandb_files_below(folder: Path) -> AbstractContextManager[None]:
     """Keep wandb's files, such as images not uploaded yet, below ``folder`` instead of the user's home, unless the
     user's variables say where."""
     usual = {f"WANDB_{what.upper()}_DIR": str((folder / what).absolute()) for what in ("data", "cache")}
-    with changed({}, **usual):
-        yield
+    return changed({}, **usual)

@@ -79,7 +79,7 @@ class _Served:
         self._heard = time.monotonic()
         self._messages: asyncio.Queue[Order | Begin | None] = asyncio.Queue()
         self._ranks: Ranks | None = None
-        self._at_work = self._stopping = self._host_goes_down = self._was_asked = False
+        self._stopping = self._host_goes_down = self._was_asked = False
 
     async def run(self) -> None:
         self._tell(Hello(ddp_manual.__version__, *machine.reached_at()))
@@ -109,9 +109,7 @@ class _Served:
             self._tell(HostReady(code, port))
             while isinstance(begin := await self._messages.get(), Begin):
                 ranks.job = job.at(master_addr=begin.master_addr, master_port=begin.master_port)
-                self._at_work = True
                 await ranks.attempt(begin.restarts, self._tell_failure)
-                self._at_work = False
                 self._tell(AttemptEnded(ranks.has_saved))
 
     async def _read(self, stdin: asyncio.StreamReader) -> None:
@@ -167,8 +165,8 @@ class _Served:
     def _end_with_connection(self, within: float) -> None:
         """Stop all ranks, since the connection has ended. If the other hosts are to go on without this one, kill this
         process and so its ranks instead: a rank that stops in order has the ranks of all hosts stop."""
-        keeps_seats = self._ranks is not None and self._ranks.job.spec.on_loss != LEAVE
-        if keeps_seats and self._at_work and not (self._stopping or self._host_goes_down or self._was_asked):
+        keeps_seats = self._ranks is not None and self._ranks.agents and self._ranks.job.spec.on_loss != LEAVE
+        if keeps_seats and not (self._stopping or self._host_goes_down or self._was_asked):
             os.kill(os.getpid(), signal.SIGKILL)
         self._stop(within)
 
