@@ -52,7 +52,7 @@ def set_rank_variables(placed: Placed, interfaces: Mapping[str, str]) -> Abstrac
     Args:
         interfaces: the variables of gloo and NCCL, for those that the user has not set.
     """
-    return changed({**_variables_of(placed), **_interface_variables(interfaces)})
+    return changed(_variables_of(placed, interfaces))
 
 
 def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tuple[int, int], hosted: bool) -> None:
@@ -67,7 +67,7 @@ def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tupl
     """
     place = placed.place
     wanted: dict[str, str | None] = {
-        **_variables_of(placed),
+        **_variables_of(placed, interfaces),
         "GROUP_RANK": str(place.node),
         "GROUP_WORLD_SIZE": str(place.nodes),
         "ROLE_NAME": "default",
@@ -77,16 +77,19 @@ def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tupl
         "TORCHELASTIC_RESTART_COUNT": str(restarts[0] + placed.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
         "OMP_NUM_THREADS": str(user_variables.cpu_threads(place.local_world_size)),
-        **_interface_variables(interfaces),
     }
     if not hosted:
         wanted["TORCHELASTIC_USE_AGENT_STORE"] = None
     put(wanted)
 
 
-def _variables_of(placed: Placed) -> dict[str, str]:
-    """Return the variables from which init_process_group() of any library learns its rank and torch's store."""
+def _variables_of(placed: Placed, interfaces: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables from which init_process_group() of any library learns its rank and torch's store, those of
+    gloo and NCCL that the user has not set, and which of these are ours."""
     place, (address, port) = placed.place, placed.store
+    chosen = user_variables.network_variables()
+    told = {name: value for name, value in interfaces.items() if name not in chosen}
+    named = " ".join(f"{name}={value}" for name, value in told.items()) or None
     return {
         "WORLD_SIZE": str(place.world_size),
         "RANK": str(place.rank),
@@ -95,15 +98,10 @@ def _variables_of(placed: Placed) -> dict[str, str]:
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **dict.fromkeys(user_variables.inherited_interfaces()),
+        **told,
+        user_variables.INTERFACES_VARIABLE: named,
     }
-
-
-def _interface_variables(interfaces: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables of gloo and NCCL that the user has not set, and which of them are ours."""
-    chosen = user_variables.network_variables()
-    told = {name: value for name, value in interfaces.items() if name not in chosen}
-    named = " ".join(f"{name}={value}" for name, value in told.items()) or None
-    return {**dict.fromkeys(user_variables.inherited_interfaces()), **told, user_variables.INTERFACES_VARIABLE: named}
 
 
 def clean_variables(threads_shared_by: int) -> AbstractContextManager[None]:
