@@ -150,25 +150,6 @@ program_options = together(
 )
 
 
-def _refuse(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Raise BadOption for an option that only torchrun has; it says what the command has instead."""
-    if value is not None:
-        name = parameter.opts[0]
-        raise errors.BadOption(
-            f"{context.info_name} has no option {name}",
-            why=f"torchrun has it, and here {OF_TORCHRUN[name]}",
-            next="leave it out",
-        )
-
-
-refused_options_of_torchrun = together(
-    *(
-        click.option(f"torchrun_{number}", name, hidden=True, expose_value=False, callback=_refuse)
-        for number, name in enumerate(OF_TORCHRUN)
-    )
-)
-
-
 def launched_program(defaults: Mapping[str, object] | None = None) -> Callable[[Any], Any]:
     """Give a command for all ranks its parameters: the program, the program's options, and those of the ranks.
 

@@ -17,7 +17,6 @@ from ddp_manual.cli.flags_from_options import (
     launched_program,
     names_in,
     own_program,
-    refused_options_of_torchrun,
 )
 from ddp_manual.cli.ranks import train
 from ddp_manual.cli.stdout import print_result
@@ -74,7 +73,6 @@ from ddp_manual.training.options import TrainConfig
 @click.option("--export", multiple=True, metavar="NAME[=VALUE],...", help="Variables to pass on to the hosts.")
 @click.option("--dry_run", is_flag=True, help="Print what would be run on each host, and run nothing.")
 @click.option("--standalone", is_flag=True, help="Does nothing: torchrun needs it to start all ranks on one machine.")
-@refused_options_of_torchrun
 @launched_program(defaults={"max_restarts": 0, "master_port": f"a free one; with --nnodes {WorldSpec.master_port}"})
 @click.pass_context
 def launch(context: click.Context, /, **typed: Any) -> int:
