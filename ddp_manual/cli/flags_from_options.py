@@ -59,6 +59,12 @@ class GroupedCommand(click.Command):
                 formatter.write_dl(records)
 
 
+class ProgramCommand(GroupedCommand):
+    """A command whose options end where a program begins: what follows is the program's."""
+
+    allow_interspersed_args = False
+
+
 # In the ``meta`` of a context: whether its help shows the options in RARE too.
 SHOWS_ALL = "ddp_manual.shows_all"
 
@@ -141,25 +147,6 @@ program_options = together(
         metavar="NAME,...",
         help="Arguments of the script that may differ between ranks, such as seed,name.",
     ),
-)
-
-
-def _refuse(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
-    """Raise BadOption for an option that only torchrun has; it says what the command has instead."""
-    if value is not None:
-        name = parameter.opts[0]
-        raise errors.BadOption(
-            f"{context.info_name} has no option {name}",
-            why=f"torchrun has it, and here {OF_TORCHRUN[name]}",
-            next="leave it out",
-        )
-
-
-refused_options_of_torchrun = together(
-    *(
-        click.option(f"torchrun_{number}", name, hidden=True, expose_value=False, callback=_refuse)
-        for number, name in enumerate(OF_TORCHRUN)
-    )
 )
 
 

@@ -9,7 +9,7 @@ import click
 
 from ddp_manual import errors, orphans, terminal, unread
 from ddp_manual.cli.flags_from_options import (
-    GroupedCommand,
+    ProgramCommand,
     check_before_script,
     given,
     hosts_options,
@@ -17,22 +17,18 @@ from ddp_manual.cli.flags_from_options import (
     launched_program,
     names_in,
     own_program,
-    refused_options_of_torchrun,
 )
 from ddp_manual.cli.ranks import train
 from ddp_manual.cli.stdout import print_result
 from ddp_manual.environment import launcher_variables, machine, user_variables
 from ddp_manual.launch import host_list
-from ddp_manual.program import Program
+from ddp_manual.program import EXECUTABLE
 from ddp_manual.rank_options import WorldSpec
+from ddp_manual.run_folder import default_run_dir, new_run_id
 from ddp_manual.training.options import TrainConfig
 
 
-@click.command(
-    cls=GroupedCommand,
-    context_settings={"allow_interspersed_args": False},
-    short_help="Start all ranks of this machine, or of many, at once.",
-)
+@click.command(cls=ProgramCommand, short_help="Start all ranks of this machine, or of many, at once.")
 @click.option(
     "--nproc",
     "--nproc_per_node",
@@ -77,7 +73,6 @@ from ddp_manual.training.options import TrainConfig
 @click.option("--export", multiple=True, metavar="NAME[=VALUE],...", help="Variables to pass on to the hosts.")
 @click.option("--dry_run", is_flag=True, help="Print what would be run on each host, and run nothing.")
 @click.option("--standalone", is_flag=True, help="Does nothing: torchrun needs it to start all ranks on one machine.")
-@refused_options_of_torchrun
 @launched_program(defaults={"max_restarts": 0, "master_port": f"a free one; with --nnodes {WorldSpec.master_port}"})
 @click.pass_context
 def launch(context: click.Context, /, **typed: Any) -> int:
@@ -89,7 +84,7 @@ def launch(context: click.Context, /, **typed: Any) -> int:
     The exit code is that of the rank that failed first; 128 + n after signal n, such as 130 after Ctrl-C.
     """
     from ddp_manual.launch import this_host
-    from ddp_manual.launch.job import Hosts, job_of
+    from ddp_manual.launch.job import Hosts, Job, command_to_go_on
 
     by_ssh = typed["hosts"] is not None or typed["hostfile"] is not None
     place, sources = _place(typed, by_ssh=by_ssh)
@@ -99,22 +94,23 @@ def launch(context: click.Context, /, **typed: Any) -> int:
         check_before_script("launch", script, "nproc", "nproc_per_node")
         raise click.MissingParameter(ctx=context, param_hint="--nproc", param_type="option")
     options = given(WorldSpec, place)  # not from a rank's variables: another launcher may have left them
-    task: Program | TrainConfig
-    if script is not None:
-        task = script
-    else:
-        task, typed_after = _training(context)
+    config, run_id, run_dir = None, new_run_id(), typed["run_dir"]
+    if script is None:
+        config, typed_after = _training(context)
+        run_dir = run_dir or default_run_dir(run_id)  # here, so that all hosts have the same time in its name
         options, sources = {**options, **typed_after}, {**sources, **dict.fromkeys(typed_after, "flag")}
     spec = WorldSpec(**options, sources={name: sources[name] for name in options})
     variables = user_variables.exported(typed["export"]) if by_ssh else {}
-    job = job_of(
-        task,
-        spec,
-        after=typed["program"],
-        run_dir=typed["run_dir"],
-        variables=variables,
+    job = Job(
+        spec=spec,
+        run_id=run_id,
+        run_dir=run_dir,
+        go_on=command_to_go_on(typed["program"], run_dir=run_dir if config else None, variables=variables),
+        program=script,
+        config=config,
         may_differ=names_in(typed["may_differ"]),
-        start=typed["start"],
+        forks=script is None or (typed["start"] == "fork" and script.kind != EXECUTABLE),
+        chose_folder=typed["run_dir"] is not None,
     )
     if by_ssh:
         from ddp_manual.launch.several_hosts import HostedLaunch
@@ -211,12 +207,7 @@ def hosted() -> int:
     return serve()
 
 
-@click.command(
-    "commands",
-    cls=GroupedCommand,
-    context_settings={"allow_interspersed_args": False},
-    short_help="Print what to type in each terminal of each host.",
-)
+@click.command("commands", cls=ProgramCommand, short_help="Print what to type in each terminal of each host.")
 @hosts_options("The hosts, each with its number of ranks; rank 0 is on the first.")
 @click.option("--run_dir", metavar="DIR", help="Where rank 0 writes; given to each rank.")
 @json_option

@@ -35,6 +35,8 @@ def status(watch: bool, as_json: bool, stacks: bool, shrink: bool, **flags: Any)
 
     With --watch, the exit code is that of the failure that has ended the run.
     """
+    import asyncio
+
     from ddp_manual.tools import status
 
     spec = WorldSpec.from_environment(**given(WorldSpec, flags), is_rank=False)
@@ -42,7 +44,8 @@ def status(watch: bool, as_json: bool, stacks: bool, shrink: bool, **flags: Any)
         redraws = watch and not as_json and sys.stdout.isatty()
         with redrawing() if redraws else nullcontext(print_result) as show:
             text = json.dumps if as_json else status.text
-            seen = status.watch(spec, lambda seen: show(text(seen)), again=watch, stacks=stacks, shrink=shrink)
+            looking = status.watch(spec, lambda seen: show(text(seen)), again=watch, stacks=stacks, shrink=shrink)
+            seen = asyncio.run(looking)
     except errors.DdpManualError as error:
         if as_json:
             print_result(json.dumps({"error": error.as_dict()}))

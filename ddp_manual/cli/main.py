@@ -16,6 +16,7 @@ from typing import NoReturn
 import click
 
 from ddp_manual import errors, signal_handlers, terminal
+from ddp_manual.cli.flags_from_options import OF_TORCHRUN
 from ddp_manual.cli.launching import hosted, launch, list_commands
 from ddp_manual.cli.looking import compare_runs, evaluate, list_checkpoints, list_runs, show_data, status
 from ddp_manual.cli.ranks import check, run_program, train
@@ -120,6 +121,9 @@ def _of_click(error: click.ClickException) -> errors.BadOption:
     why = getattr(getattr(error, "param", None), "help", None)
     next = whole(f"{shlex.join(command)} --help")
     if isinstance(error, click.NoSuchOption):
+        if context is not None and context.info_name == "launch" and (instead := OF_TORCHRUN.get(error.option_name)):
+            what = f"launch has no option {error.option_name}"
+            return errors.BadOption(what, why=f"torchrun has it, and here {instead}", next="leave it out")
         why = "the command has no such option"
         has = {parameter.name for parameter in context.command.params} if context is not None else set[str | None]()
         if has & {"program", "script"}:
@@ -127,7 +131,8 @@ def _of_click(error: click.ClickException) -> errors.BadOption:
         if "program" in has:
             next += "\nor after a --, if it is one of the built-in training"
         form = {"run": "SCRIPT", "train": "-- OPTIONS"}.get(str(context.info_name if context is not None else ""))
-        if form is not None and any(error.option_name in option.opts for option in launch.params):
+        of_launch = {*OF_TORCHRUN, *(name for option in launch.params for name in option.opts)}
+        if form is not None and error.option_name in of_launch:
             next = f"to start all ranks at once: ddp-manual launch {error.option_name} ... {form}\n{next}"
     why = why or (context.get_usage() if context is not None else "the command line cannot be read so")
     return errors.BadOption(error.format_message().rstrip("."), why=why, next=next)

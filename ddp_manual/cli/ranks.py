@@ -11,6 +11,7 @@ from ddp_manual import errors, orphans, terminal, unread
 from ddp_manual.cli.flags_from_options import (
     PROGRAM_OPTIONS,
     GroupedCommand,
+    ProgramCommand,
     given,
     json_option,
     names_in,
@@ -66,12 +67,7 @@ def train(config_file: str | None, **flags: Any) -> int:
     return ended.exit_code
 
 
-@click.command(
-    "run",
-    cls=GroupedCommand,
-    context_settings={"allow_interspersed_args": False},
-    short_help="Run ONE rank of your own script, unmodified.",
-)
+@click.command("run", cls=ProgramCommand, short_help="Run ONE rank of your own script, unmodified.")
 @program_options
 @click.option(
     "--run_dir", metavar="DIR", help="Where a rank that fails leaves why, as failure-rank<k>.json (default: nowhere)."

@@ -36,8 +36,7 @@ def job_port(job: int, step: int = 0) -> int:
 def check_is_found(
     host: Sourced | None,
     *,
-    is_rank_0: bool,
-    own_host: str,
+    host_of_rank_0: str | None,
     is_here: bool,
     spread: str,
     place: str,
@@ -48,20 +47,19 @@ def check_is_found(
 
     Args:
         host: where the ranks look for rank 0; None if no variable tells.
-        is_rank_0: whether this process is rank 0 itself.
-        own_host: the name of this process's host.
+        host_of_rank_0: the name of this host if this process is rank 0; None if it is another rank.
         is_here: whether the ranks look for rank 0 on this process's host.
         spread: the variables that show several hosts.
         place: where the ranks look for rank 0, such as "mpirun's host".
         told: the command that tells all ranks by a variable, with {} for the host.
-        moved: what else to do so that rank 0 runs at that place; "" if nothing.
+        moved: what else to do so that rank 0 runs at that place, with {} for its host; "" if nothing.
 
     Raises:
         BadOption: no variable tells rank 0's host, or this is rank 0 and runs on another host.
     """
-    name = own_host if is_rank_0 else "HOST"
+    name = host_of_rank_0 or "HOST"
     next_step = (
-        f"say where rank 0 is{'' if is_rank_0 else ', with the name of its host for HOST'}: "
+        f"say where rank 0 is{'' if host_of_rank_0 else ', with the name of its host for HOST'}: "
         f"--master_addr {name}\nor, for any program: {told.format(name)}"
     )
     if host is None:
@@ -70,9 +68,9 @@ def check_is_found(
             why=f"the ranks are on several hosts: {spread}",
             next=next_step,
         )
-    if is_rank_0 and not is_here:
+    if host_of_rank_0 and not is_here:
         raise BadOption(
-            f"rank 0 runs on {own_host}, and the other ranks look for it on {place}",
+            f"rank 0 runs on {host_of_rank_0}, and the other ranks look for it on {place}",
             why=f"{place}, {host.value}, is the only one that every rank knows ({host.source})",
-            next=next_step + (f"\nor {moved}" if moved else ""),
+            next=next_step + (f"\nor {moved.format(name)}" if moved else ""),
         )

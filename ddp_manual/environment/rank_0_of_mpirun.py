@@ -54,16 +54,14 @@ def check_rank_0_is_found(environment: Environment) -> None:
     spread = several_hosts(environment, int(world_size)) if world_size.isdigit() else None
     if spread is None:
         return
-    own_host = os.uname().nodename
     check_is_found(
         meeting(environment).get("master_addr"),
-        is_rank_0=environment[rank] == "0",
-        own_host=own_host,
+        host_of_rank_0=os.uname().nodename if environment[rank] == "0" else None,
         is_here=_started_by_mpirun_itself(environment),
         spread=spread,
         place="mpirun's host",
         told=told,
-        moved=f"start mpirun on {own_host}",
+        moved="start mpirun on {}",
     )
 
 

@@ -52,8 +52,7 @@ def check_rank_0_is_found(environment: Environment) -> None:
     shown = [name for name in (NODE_COUNT, "SLURM_DISTRIBUTION", "SLURM_HET_SIZE") if name in environment]
     check_is_found(
         host,
-        is_rank_0=environment["SLURM_PROCID"] == "0",
-        own_host=own_host,
+        host_of_rank_0=own_host if environment["SLURM_PROCID"] == "0" else None,
         is_here=own_host == first,
         spread=", ".join(f"{name}={environment[name]}" for name in shown),
         place="the first host of the step",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,15 +46,13 @@ def put(values: Mapping[str, str | None]) -> None:
     os.environ.update({name: value for name, value in values.items() if value is not None})
 
 
-@contextmanager
-def set_rank_variables(placed: Placed, interfaces: Mapping[str, str]) -> Iterator[None]:
+def set_rank_variables(placed: Placed, interfaces: Mapping[str, str]) -> AbstractContextManager[None]:
     """Set the variables that torchrun would set, for the user's code and libraries, while the body runs.
 
     Args:
         interfaces: the variables of gloo and NCCL, for those that the user has not set.
     """
-    with changed({**_variables_of(placed), **_interface_variables(interfaces)}):
-        yield
+    return changed(_variables_of(placed, interfaces))
 
 
 def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tuple[int, int], hosted: bool) -> None:
@@ -69,7 +67,7 @@ def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tupl
     """
     place = placed.place
     wanted: dict[str, str | None] = {
-        **_variables_of(placed),
+        **_variables_of(placed, interfaces),
         "GROUP_RANK": str(place.node),
         "GROUP_WORLD_SIZE": str(place.nodes),
         "ROLE_NAME": "default",
@@ -79,16 +77,19 @@ def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tupl
         "TORCHELASTIC_RESTART_COUNT": str(restarts[0] + placed.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
         "OMP_NUM_THREADS": str(user_variables.cpu_threads(place.local_world_size)),
-        **_interface_variables(interfaces),
     }
     if not hosted:
         wanted["TORCHELASTIC_USE_AGENT_STORE"] = None
     put(wanted)
 
 
-def _variables_of(placed: Placed) -> dict[str, str]:
-    """Return the variables from which init_process_group() of any library learns its rank and torch's store."""
+def _variables_of(placed: Placed, interfaces: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables from which init_process_group() of any library learns its rank and torch's store, those of
+    gloo and NCCL that the user has not set, and which of these are ours."""
     place, (address, port) = placed.place, placed.store
+    chosen = user_variables.network_variables()
+    told = {name: value for name, value in interfaces.items() if name not in chosen}
+    named = " ".join(f"{name}={value}" for name, value in told.items()) or None
     return {
         "WORLD_SIZE": str(place.world_size),
         "RANK": str(place.rank),
@@ -97,39 +98,28 @@ def _variables_of(placed: Placed) -> dict[str, str]:
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **dict.fromkeys(user_variables.inherited_interfaces()),
+        **told,
+        user_variables.INTERFACES_VARIABLE: named,
     }
 
 
-def _interface_variables(interfaces: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables of gloo and NCCL that the user has not set, and which of them are ours."""
-    chosen = user_variables.network_variables()
-    told = {name: value for name, value in interfaces.items() if name not in chosen}
-    named = " ".join(f"{name}={value}" for name, value in told.items()) or None
-    return {**dict.fromkeys(user_variables.inherited_interfaces()), **told, user_variables.INTERFACES_VARIABLE: named}
-
-
-@contextmanager
-def clean_variables(threads_shared_by: int) -> Iterator[None]:
+def clean_variables(threads_shared_by: int) -> AbstractContextManager[None]:
     """Start processes in the body without another launcher's variables and with a quiet torch."""
     # A rank sets its share of the cores once it knows its neighbours, but torch sizes its thread pools before that.
     threads = str(user_variables.cpu_threads(threads_shared_by))
     usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
-    with changed(dict.fromkeys(LAUNCHER_VARIABLES), **usual):
-        yield
+    return changed(dict.fromkeys(LAUNCHER_VARIABLES), **usual)
 
 
-@contextmanager
-def cuda_is_only_looked_for() -> Iterator[None]:
+def cuda_is_only_looked_for() -> AbstractContextManager[None]:
     """Have ``torch.cuda.is_available`` ask the driver's library NVML in the body. By default it begins to use CUDA,
     which no fork of this process could use any more; ``import torch.utils.cpp_extension`` calls it where nvcc is."""
-    with changed({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
-        yield
+    return changed({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
 
 
-@contextmanager
-def wandb_files_below(folder: Path) -> Iterator[None]:
+def wandb_files_below(folder: Path) -> AbstractContextManager[None]:
     """Keep wandb's files, such as images not uploaded yet, below ``folder`` instead of the user's home, unless the
     user's variables say where."""
     usual = {f"WANDB_{what.upper()}_DIR": str((folder / what).absolute()) for what in ("data", "cache")}
-    with changed({}, **usual):
-        yield
+    return changed({}, **usual)

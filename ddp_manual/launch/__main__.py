@@ -43,7 +43,7 @@ class RanksOfFunction(Ranks):
 
 async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
     """Launch the ranks; write to the call's folder which rank failed first, and why."""
-    spec = call.spec
+    spec: WorldSpec = call.get("spec")
     with machine.reserved_port() as port:
         job = Job(spec=spec, run_id=spec.run_id or new_run_id(), run_dir=None, go_on=START_AGAIN, program=call.program)
         ranks = RanksOfFunction(job.at(master_port=port), Hosts([spec.world_size]), writer)
@@ -57,7 +57,7 @@ async def launch(call: Call, writer: ThreadPoolExecutor) -> None:
         why = "spawn got the signal, and passed it on to all ranks"
         failed = 0, Stopped(started.signalled, why=why, next=START_AGAIN)
     if failed is not None:
-        call.fail(*failed)
+        call.put("failed", failed)
 
 
 def _stop_without_parent(started: Launch) -> None:

@@ -13,14 +13,11 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
-
 import ddp_manual
 from ddp_manual import signal_handlers
 from ddp_manual.errors import BadOption, DdpManualError
 from ddp_manual.program import MODULE, Program
 from ddp_manual.rank_options import WorldSpec
-from ddp_manual.ranks_and_runs import LastWords
 from ddp_manual.training import own_factory
 
 
@@ -31,7 +28,8 @@ class _Copier(ForkingPickler):
 
 
 class Call:
-    """What the ranks call, and how that call has ended, as files in a folder."""
+    """What the ranks call, and how that call has ended, as files in a folder: ``spec`` and ``call``; of a call that
+    failed, ``failed`` has the first rank and its error, and ``cause<k>`` the exception of rank k."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,17 +55,20 @@ class Call:
                 why=f"{type(error).__name__}: {error}",
                 next="pass numbers, texts or paths, which can be copied, and open files or make locks in each rank",
             ) from error
-        (self.folder / "spec").write_bytes(msgspec.json.encode([spec.values(), spec.sources]))
-        (self.folder / "call").write_bytes(_Copier.dumps((script, bytes(copied))))
+        self.put("spec", spec)
+        self.put("call", (script, bytes(copied)))
 
-    @property
-    def spec(self) -> WorldSpec:
-        values, sources = msgspec.json.decode((self.folder / "spec").read_bytes())
-        return WorldSpec(**values, sources=sources)
+    def put(self, name: str, value: object) -> None:
+        (self.folder / name).write_bytes(_Copier.dumps(value))
+
+    def get(self, name: str) -> Any:
+        """Return a copy of what was put there; None if nothing was."""
+        file = self.folder / name
+        return _Copier.loads(file.read_bytes()) if file.exists() else None
 
     def read(self) -> tuple[Callable[..., object], tuple[Any, ...]]:
         """Import the script as a child of multiprocessing does, and return the function and its arguments."""
-        script, copied = _Copier.loads((self.folder / "call").read_bytes())
+        script, copied = self.get("call")
         file = script.get("init_main_from_path") or script.get("init_main_from_name") or "the script"
         with own_factory.importing(
             Path(file).name, "each rank imports the script, for the function that spawn is to call"
@@ -75,27 +76,6 @@ class Call:
             spawn.prepare(script)
         function, args = _Copier.loads(copied)
         return function, args
-
-    def fail(self, rank: int, error: DdpManualError) -> None:
-        (self.folder / "failed").write_bytes(msgspec.json.encode((rank, LastWords.of(error))))
-
-    def failure(self) -> tuple[int, DdpManualError] | None:
-        """Return which rank failed first, and why; None if none did."""
-        if not (failed := self.folder / "failed").exists():
-            return None
-        rank, words = msgspec.json.decode(failed.read_bytes(), type=tuple[int, LastWords])
-        return rank, words.error()
-
-    def keep_cause(self, rank: int, cause: Exception) -> None:
-        with suppress(Exception):  # the class is the user's, and copying it may raise anything
-            (self.folder / f"cause{rank}").write_bytes(_Copier.dumps(cause))
-
-    def cause(self, rank: int) -> Exception | None:
-        """Return the exception that a rank has raised; None if there is none, or it cannot be rebuilt."""
-        with suppress(Exception):
-            cause: Exception = _Copier.loads((self.folder / f"cause{rank}").read_bytes())
-            return cause
-        return None
 
 
 def name_of(train_fn: Callable[..., object]) -> str:
@@ -116,7 +96,8 @@ def main() -> None:
             train_fn(world, *args)
         except Exception as error:
             if not isinstance(error, DdpManualError):
-                call.keep_cause(world.spec.rank, error)
+                with suppress(Exception):  # the class is the user's, and copying it may raise anything
+                    call.put(f"cause{world.spec.rank}", error)
             raise
 
 

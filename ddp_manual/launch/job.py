@@ -11,9 +11,8 @@ from typing import Any
 from ddp_manual.environment import command_line, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.option_fields import number_below
-from ddp_manual.program import EXECUTABLE, Program
+from ddp_manual.program import Program
 from ddp_manual.rank_options import WorldSpec
-from ddp_manual.run_folder import default_run_dir, new_run_id
 from ddp_manual.training.options import TrainConfig
 
 
@@ -52,48 +51,24 @@ class Job:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **address, sources=sources))
 
 
-def job_of(
-    task: Program | TrainConfig,
-    spec: WorldSpec,
-    *,
-    after: Sequence[str],
-    run_dir: str | None,
-    variables: Iterable[str] = (),
-    may_differ: Sequence[str] = (),
-    start: str = "fork",
-) -> Job:
-    """Return the job that was typed, with the command that starts it again, or resumes it if it is our own training.
+def command_to_go_on(after: Sequence[str], *, run_dir: str | None, variables: Iterable[str] = ()) -> str:
+    """Return the command that was typed, which starts the run again, or resumes it if it is our own training.
 
     Args:
-        spec: the options of each rank, without its place in the world.
         after: what was typed after the options of ``launch``: the script and its arguments, or training options.
-        run_dir: where results go; None: a folder named after the time for our own training, nowhere for a program.
+        run_dir: the folder of our own training; None for a program.
         variables: the names of the variables that are passed on to other hosts.
-        start: how workers are started: ``fork`` or ``exec``.
     """
     command, typed = command_line.typed_command()
-    run_id = new_run_id()
     # The command to go on is shown to all who look at the run, so it names variables without their values.
     before = command_line.without_options(typed[: len(typed) - len(after)], "export")
     names = ",".join(name for name in variables if name != user_variables.TOKEN_VARIABLE)
     before = [*command, *before[:1], *(["--export", names] if names else []), *before[1:]]
-    if isinstance(task, Program):
-        words = shlex.join([*before, *after])
-        return Job(
-            spec=spec,
-            run_id=run_id,
-            run_dir=run_dir,
-            go_on=words,
-            program=task,
-            may_differ=may_differ,
-            forks=start == "fork" and task.kind != EXECUTABLE,
-        )
-    # Its name is made here, so that all hosts have the same time in it.
-    folder = run_dir or default_run_dir(run_id)
+    if run_dir is None:
+        return shlex.join([*before, *after])
     launch = command_line.without_options(before, "run_dir")
     training = [*command_line.without_options(after, "resume"), "--resume", "auto"]
-    words = shlex.join([*launch, "--run_dir", folder, "--", *training])
-    return Job(spec=spec, run_id=run_id, run_dir=folder, go_on=words, config=task, chose_folder=run_dir is not None)
+    return shlex.join([*launch, "--run_dir", run_dir, "--", *training])
 
 
 @dataclass(frozen=True)

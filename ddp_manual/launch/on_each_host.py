@@ -20,27 +20,9 @@ from ddp_manual import orphans, signal_handlers
 from ddp_manual.agent.program_source import source_of
 from ddp_manual.environment import machine, variables_for_a_rank
 from ddp_manual.errors import BadOption, DdpManualError, PeerLost
+from ddp_manual.launch import session_messages
 from ddp_manual.launch.attempts import Failure
-from ddp_manual.launch.session_messages import (
-    ALIVE_EVERY,
-    END_WITHIN,
-    MARK,
-    SILENT_AFTER,
-    Alive,
-    AttemptEnded,
-    Begin,
-    FromHost,
-    FromLauncher,
-    GiveUp,
-    Hello,
-    HostIsGone,
-    HostReady,
-    Order,
-    PassOn,
-    RankFailed,
-    Refused,
-    read_from_launcher,
-)
+from ddp_manual.launch.session_messages import ALIVE_EVERY, END_WITHIN, MARK, SILENT_AFTER
 from ddp_manual.launch.this_host import Ranks, prepared
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol.stop_signals import SAVE_WITHIN
@@ -77,45 +59,44 @@ class _Served:
     def __init__(self, writer: ThreadPoolExecutor) -> None:
         self._writer = writer
         self._heard = time.monotonic()
-        self._messages: asyncio.Queue[Order | Begin | None] = asyncio.Queue()
+        self._messages: asyncio.Queue[session_messages.Order | session_messages.Begin | None] = asyncio.Queue()
         self._ranks: Ranks | None = None
-        self._at_work = self._stopping = self._host_goes_down = self._was_asked = False
+        self._stopping = self._host_goes_down = self._was_asked = False
 
     async def run(self) -> None:
-        self._tell(Hello(ddp_manual.__version__, *machine.reached_at()))
+        self._tell(session_messages.Hello(ddp_manual.__version__, *machine.reached_at()))
         loop = asyncio.get_running_loop()
         stdin = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
         tasks = [asyncio.create_task(task) for task in (self._read(stdin), self._watch(), self._keep_alive())]
         try:
             order = await self._messages.get()
-            if isinstance(order, Order):
+            if isinstance(order, session_messages.Order):
                 with signal_handlers.handle_in_event_loop(self._take_signal):
                     await self._follow(order)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _follow(self, order: Order) -> None:
+    async def _follow(self, order: session_messages.Order) -> None:
         variables_for_a_rank.put(order.variables)
         try:
             job = prepared(order.job, order.hosts)
             code = dict(source_of(job.program).code) if job.program else {}
         except DdpManualError as error:
-            self._tell(Refused(LastWords.of(error)))
+            self._tell(session_messages.Refused(LastWords.of(error)))
             return
         ranks = self._ranks = Ranks(job, order.hosts, self._writer)
         with machine.reserved_port("") as port, ranks.able_to_start():
-            self._tell(HostReady(code, port))
-            while isinstance(begin := await self._messages.get(), Begin):
+            self._tell(session_messages.HostReady(code, port))
+            while isinstance(begin := await self._messages.get(), session_messages.Begin):
                 ranks.job = job.at(master_addr=begin.master_addr, master_port=begin.master_port)
-                self._at_work = True
                 await ranks.attempt(begin.restarts, self._tell_failure)
-                self._at_work = False
-                self._tell(AttemptEnded(ranks.has_saved))
+                self._tell(session_messages.AttemptEnded(ranks.has_saved))
 
     async def _read(self, stdin: asyncio.StreamReader) -> None:
-        reader = LineReader(read_from_launcher, LONGEST_ANSWER)  # an Order has the user's arguments and variables
+        # An Order has the user's arguments and variables.
+        reader = LineReader(session_messages.read_from_launcher, LONGEST_ANSWER)
         try:
             while data := await stdin.read(1 << 16):
                 self._heard = time.monotonic()
@@ -123,21 +104,21 @@ class _Served:
                     self._take(message)
         except Unreadable as error:
             too_much = BadOption(f"what to run cannot be read: {error}", why="", next="give long arguments in a file")
-            self._tell(Refused(LastWords.of(too_much)))
+            self._tell(session_messages.Refused(LastWords.of(too_much)))
         except DdpManualError as error:  # an option of the job is wrong
-            self._tell(Refused(LastWords.of(error)))
+            self._tell(session_messages.Refused(LastWords.of(error)))
         self._end_with_connection(END_WITHIN)
 
-    def _take(self, message: FromLauncher) -> None:
+    def _take(self, message: session_messages.FromLauncher) -> None:
         match message:
-            case Order() | Begin():
+            case session_messages.Order() | session_messages.Begin():
                 self._messages.put_nowait(message)
-            case PassOn():
+            case session_messages.PassOn():
                 self._was_asked |= message.number in signal_handlers.STOP
                 self._signal(message.number)
-            case GiveUp():
+            case session_messages.GiveUp():
                 self._give_up("the run is over")
-            case HostIsGone():
+            case session_messages.HostIsGone():
                 asyncio.get_running_loop().call_later(EXPLAIN_WITHIN, self._stop, message.within - EXPLAIN_WITHIN)
                 self._give_up(f"host {message.name} is gone")
 
@@ -147,7 +128,7 @@ class _Served:
 
     async def _keep_alive(self) -> None:
         while True:  # one at a time: the launcher does not read while its terminal is held
-            await asyncio.wrap_future(self._tell(Alive()))
+            await asyncio.wrap_future(self._tell(session_messages.Alive()))
             await asyncio.sleep(ALIVE_EVERY)
 
     async def _watch(self) -> None:
@@ -167,8 +148,8 @@ class _Served:
     def _end_with_connection(self, within: float) -> None:
         """Stop all ranks, since the connection has ended. If the other hosts are to go on without this one, kill this
         process and so its ranks instead: a rank that stops in order has the ranks of all hosts stop."""
-        keeps_seats = self._ranks is not None and self._ranks.job.spec.on_loss != LEAVE
-        if keeps_seats and self._at_work and not (self._stopping or self._host_goes_down or self._was_asked):
+        keeps_seats = self._ranks is not None and self._ranks.agents and self._ranks.job.spec.on_loss != LEAVE
+        if keeps_seats and not (self._stopping or self._host_goes_down or self._was_asked):
             os.kill(os.getpid(), signal.SIGKILL)
         self._stop(within)
 
@@ -186,9 +167,9 @@ class _Served:
         asyncio.get_running_loop().call_later(max(within / 2, within - END_WITHIN / 2), self._signal, signal.SIGHUP)
 
     def _tell_failure(self, failure: Failure) -> None:
-        self._tell(RankFailed(failure[0], LastWords.of(failure[1])))
+        self._tell(session_messages.RankFailed(failure[0], LastWords.of(failure[1])))
 
-    def _tell(self, message: FromHost) -> Future[None]:
+    def _tell(self, message: session_messages.FromHost) -> Future[None]:
         return self._writer.submit(self._print, MARK + encode_local(message))
 
     @staticmethod

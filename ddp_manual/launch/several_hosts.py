@@ -21,19 +21,11 @@ from ddp_manual import signal_handlers
 from ddp_manual.agent.program_source import check_program, source_of
 from ddp_manual.environment import user_variables
 from ddp_manual.errors import BadOption, DdpManualError, HostNotReady, PeerLost, Stopped
+from ddp_manual.launch import session_messages
 from ddp_manual.launch.attempts import Launch, Tell, root_failure, say_how_to_look
 from ddp_manual.launch.host_list import Host
 from ddp_manual.launch.job import Hosts, Job
-from ddp_manual.launch.session_messages import (
-    END_WITHIN,
-    AttemptEnded,
-    Begin,
-    GiveUp,
-    HostIsGone,
-    Order,
-    PassOn,
-    RankFailed,
-)
+from ddp_manual.launch.session_messages import END_WITHIN
 from ddp_manual.launch.ssh_session import NotReady, Remote, Session
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.option_fields import as_flags
@@ -160,7 +152,7 @@ class HostedLaunch(Launch):
             self.over.set()
             for part in self.parts:
                 if part.is_newcomer:
-                    part.session.send(GiveUp())
+                    part.session.send(session_messages.GiveUp())
 
     async def is_over_before(self, work: Coroutine[Any, Any, None]) -> bool:
         """Wait for the work, or cancel it once the attempt is over; return whether the attempt is over."""
@@ -185,7 +177,7 @@ class HostedLaunch(Launch):
         was_stopped = any(rank in lost.hosts.ranks and error.identifier == "stopped" for rank, error in self.failed)
         within = SAVE_WITHIN if was_stopped else lost.session.others_end_within  # a host that goes down
         for part in self.parts:
-            part.session.send(HostIsGone(lost.name, within))
+            part.session.send(session_messages.HostIsGone(lost.name, within))
             asyncio.get_running_loop().call_later(max(within, END_WITHIN) + 1, part.session.kill)
 
     def take_signal(self, number: int) -> None:
@@ -225,17 +217,17 @@ class RanksOfHost:
     async def prepare(self) -> None:
         await self.session.prepare(self.order(), self._launch.code)
 
-    def order(self) -> Order:
+    def order(self) -> session_messages.Order:
         """Return what the host is told to start."""
         job = self._launch.job
         sources = {name: of for name, of in job.spec.sources.items() if name != "token_file"}
         spec = dataclasses.replace(job.spec, token_file=None, sources=sources)
         width = width_of(sys.stderr)  # the terminal is here, and the hosts' lines come through pipes
         variables = {**({"COLUMNS": str(width)} if width else {}), **self._launch.variables}
-        return Order(dataclasses.replace(job, spec=spec), self.hosts, variables)
+        return session_messages.Order(dataclasses.replace(job, spec=spec), self.hosts, variables)
 
     def take_signal(self, number: int) -> None:
-        self.session.send(PassOn(number))
+        self.session.send(session_messages.PassOn(number))
 
     async def attempt(self, restarts: int, tell: Tell) -> None:
         """Have the host start its ranks, and wait until they have ended. If the run goes on without this host
@@ -257,12 +249,12 @@ class RanksOfHost:
         """Have the host start its ranks; return True once they have ended, False if the session ends first."""
         launch = self._launch
         launch.at_work.add(self)
-        self.session.send(Begin(**launch.meeting_point, restarts=restarts))
+        self.session.send(session_messages.Begin(**launch.meeting_point, restarts=restarts))
         try:
             while (message := await self.session.hear()) is not None:
-                if isinstance(message, RankFailed):
+                if isinstance(message, session_messages.RankFailed):
                     tell((message.rank, message.words.error()))
-                elif isinstance(message, AttemptEnded):
+                elif isinstance(message, session_messages.AttemptEnded):
                     self.has_saved = message.has_saved
                     return True
             return False

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 from types import FunctionType
@@ -54,10 +55,13 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
         call = Call(Path(folder))
         call.write(train_fn, args, spec)
         _launch(call)
-        if (failed := call.failure()) is not None:
+        if (failed := call.get("failed")) is not None:
             rank, error = failed
             error.next = error.next.replace("start all ranks again", START_AGAIN)
-            raise error from call.cause(rank)
+            cause = None
+            with suppress(Exception):  # its class may be one that cannot be rebuilt
+                cause = call.get(f"cause{rank}")
+            raise error from cause
 
 
 def _launch(call: Call) -> None:

@@ -19,22 +19,10 @@ import msgspec
 import ddp_manual
 from ddp_manual import unread
 from ddp_manual.errors import BadOption, signal_name
+from ddp_manual.launch import session_messages
 from ddp_manual.launch.attempts import in_short
 from ddp_manual.launch.host_list import LOCAL, Host
-from ddp_manual.launch.session_messages import (
-    ALIVE_EVERY,
-    END_WITHIN,
-    MARK,
-    SILENT_AFTER,
-    Alive,
-    FromHost,
-    FromLauncher,
-    Hello,
-    HostReady,
-    Order,
-    Refused,
-    read_from_host,
-)
+from ddp_manual.launch.session_messages import ALIVE_EVERY, END_WITHIN, MARK, SILENT_AFTER
 from ddp_manual.wire import encode_local
 
 T = TypeVar("T")
@@ -187,10 +175,10 @@ class Session:
     def __init__(self, host: Host, remote: Remote, writer: ThreadPoolExecutor) -> None:
         self.host, self.remote = host, remote
         self._writer = writer
-        self._messages: asyncio.Queue[FromHost | None] = asyncio.Queue()
+        self._messages: asyncio.Queue[session_messages.FromHost | None] = asyncio.Queue()
         """What the host says, without signs of life; None once the session has ended."""
-        self.hello: Hello | None = None
-        self.ready: HostReady | None = None
+        self.hello: session_messages.Hello | None = None
+        self.ready: session_messages.HostReady | None = None
         self.said = ""
         """What ssh and the host have written to stderr; the lines of ranks are left out."""
         self.process: asyncio.subprocess.Process | None = None
@@ -200,7 +188,7 @@ class Session:
         """How many streams wait for the terminal, which may be held; nothing is read from them meanwhile."""
         self._was_silent = False
 
-    async def prepare(self, order: Order, code: Mapping[str, str]) -> None:
+    async def prepare(self, order: session_messages.Order, code: Mapping[str, str]) -> None:
         """Start the session and wait until the host is ready.
 
         Args:
@@ -211,13 +199,13 @@ class Session:
         """
         await self._start()
         self.send(order)
-        self.hello = await self._answer(Hello)
+        self.hello = await self._answer(session_messages.Hello)
         own = ddp_manual.__version__
         if self.hello.version != own:
             raise NotReady(
                 f"its ddp_manual is version {self.hello.version}, here it is {own}", f"install version {own} there"
             )
-        self.ready = await self._answer(HostReady)
+        self.ready = await self._answer(session_messages.HostReady)
         theirs = self.ready.code
         differs = sorted(name for name in {*code, *theirs} if code.get(name) != theirs.get(name))
         if differs and not order.job.spec.allow_mismatch:
@@ -236,7 +224,7 @@ class Session:
             raise NotReady(f"ssh cannot be started: {error}", "apt-get install openssh-client") from None
         self._living = asyncio.create_task(self._live(self.process))
 
-    async def hear(self) -> FromHost | None:
+    async def hear(self) -> session_messages.FromHost | None:
         """Return what the host says next; None once the session has ended."""
         if (message := await self._messages.get()) is None:
             self._messages.put_nowait(None)
@@ -247,7 +235,7 @@ class Session:
             message = await asyncio.wait_for(self.hear(), READY_WITHIN)
         except asyncio.TimeoutError:
             raise NotReady(f"it has said nothing for {READY_WITHIN:.0f} s", "see what that host is busy with") from None
-        if isinstance(message, Refused):
+        if isinstance(message, session_messages.Refused):
             raise NotReady(in_short(message.words.error()), message.words.next)
         if not isinstance(message, kind):
             raise NotReady(*self.why_ended())
@@ -286,11 +274,11 @@ class Session:
 
     def _take(self, line: bytes) -> None:
         try:
-            message = read_from_host(line.decode())
+            message = session_messages.read_from_host(line.decode())
         except (msgspec.MsgspecError, ValueError):  # from another version of this package
             self.kill()
             return
-        if not isinstance(message, Alive):
+        if not isinstance(message, session_messages.Alive):
             self._messages.put_nowait(message)
 
     async def _show(self, lines: list[bytes], sink: TextIO) -> None:
@@ -319,7 +307,7 @@ class Session:
         """Send signs of life; kill the session if its host, once ready, sends nothing for ``SILENT_AFTER`` seconds."""
         while True:
             await asyncio.sleep(ALIVE_EVERY)
-            self.send(Alive())
+            self.send(session_messages.Alive())
             if self.ready and not self._showing:
                 self._silent_for += ALIVE_EVERY
                 if self._silent_for > SILENT_AFTER:
@@ -331,7 +319,7 @@ class Session:
             with suppress(ProcessLookupError):
                 self.process.kill()
 
-    def send(self, message: FromLauncher) -> None:
+    def send(self, message: session_messages.FromLauncher) -> None:
         stdin = self.process.stdin if self.process is not None else None
         if stdin is not None and not stdin.is_closing():
             stdin.write(encode_local(message))

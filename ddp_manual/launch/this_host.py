@@ -86,9 +86,9 @@ def prepared(job: Job, hosts: Hosts) -> Job:
     else:
         assert job.config is not None and job.run_dir is not None
         check_torch_is_installed()
-        job = dataclasses.replace(job, config=job.config.in_folder(job.run_dir))
-        assert job.config is not None
-        by_hand.check_options(dataclasses.replace(job.spec, world_size=hosts.world_size), job.config)
+        config = job.config.in_folder(job.run_dir)
+        by_hand.check_options(dataclasses.replace(job.spec, world_size=hosts.world_size), config)
+        job = dataclasses.replace(job, config=config)
     if job.run_dir is not None:
         resumes = job.config is not None and job.config.resume is not None
         # A rank that takes the seat of a lost rank finds the files of its run in the folder.
@@ -144,21 +144,18 @@ class Ranks:
         if restarts:
             self.starter.start_again()
         with ExitStack() as stack:
-            ranks = self.hosts.ranks
-            files = [self._paths.log(rank) if self._paths else Path(os.devnull) for rank in ranks]
-            logs = [stack.enter_context(file.open("ab")) for file in files]
-            outputs = [RankOutput(log, rank, self._writer) for rank, log in zip(ranks, logs, strict=True)]
             self._said.clear()
             self._lines.clear()
-            config = self._to_go_on() if restarts else self.job.config
-            self.agents = [
-                self._agent(rank, config, restarts, output) for rank, output in zip(ranks, outputs, strict=True)
-            ]
+            config, ranks = self._to_go_on() if restarts else self.job.config, []
+            for rank in self.hosts.ranks:
+                log = self._paths.log(rank) if self._paths else Path(os.devnull)
+                output = RankOutput(stack.enter_context(log.open("ab")), rank, self._writer)
+                ranks.append((self._agent(rank, config, restarts, output), output))
+            self.agents = [agent for agent, _ in ranks]
             while self._signals_before:
                 self.take_signal(self._signals_before.pop(0))
             try:
-                lives = zip(self.agents, outputs, strict=True)
-                await asyncio.gather(*(self._live(agent, output, tell) for agent, output in lives))
+                await asyncio.gather(*(self._live(agent, output, tell) for agent, output in ranks))
                 await orphans.Children().end()  # an orphan in a session of its own may be any rank's
             finally:  # write all lines before the logs are closed
                 await asyncio.wrap_future(self._writer.submit(lambda: None))

@@ -38,9 +38,6 @@ logger = logging.getLogger(__name__)
 # An entry of a state dict need not be a tensor if its name ends with this.
 EXTRA_STATE = "_extra_state"
 
-Shape = tuple[int, int, int]
-"""Channels, height and width of an image."""
-
 
 def evaluate(checkpoint: Path, out_dir: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluate the model at ``checkpoint`` and write the prediction files.
@@ -218,7 +215,8 @@ class Trained(msgspec.Struct, frozen=True):
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    shape: Shape
+    shape: tuple[int, int, int]
+    """Channels, height and width of an image."""
     classes: tuple[str, ...]
 
     def __post_init__(self) -> None:

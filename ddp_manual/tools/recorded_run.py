@@ -131,11 +131,7 @@ def _read(path: Path, kind: type[T], otherwise: bytes = b"{}") -> T:
     try:
         return msgspec.json.decode(path.read_bytes() if path.exists() else otherwise, type=kind)
     except (msgspec.MsgspecError, RecursionError):
-        raise _damaged(path) from None
-
-
-def _damaged(path: Path) -> OSError:
-    return OSError(0, "it is damaged", str(path))
+        raise OSError(0, "it is damaged", str(path)) from None
 
 
 def _read_points(path: Path) -> list[Point]:
@@ -144,7 +140,7 @@ def _read_points(path: Path) -> list[Point]:
         try:
             points.append(msgspec.json.decode(line, type=Point))
         except msgspec.ValidationError:
-            raise _damaged(path) from None
+            raise OSError(0, "it is damaged", str(path)) from None
         except msgspec.DecodeError:
             continue  # a kill has cut it off
     return points

@@ -50,8 +50,8 @@ class _Patience(Waiting):
         pass
 
 
-def watch(
-    spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, stacks: bool = False, shrink: bool = False
+async def watch(
+    spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, stacks: bool, shrink: bool
 ) -> dict[str, Any]:
     """Ask rank 0 for the run as it is now, and show it; return what rank 0 said last.
 
@@ -65,12 +65,6 @@ def watch(
         MasterUnresolvable, MasterRefused, MasterUnreachable, MasterNotAStore: no run answers, and why.
         MasterLost: rank 0 is frozen, stopped, or gone. DdpManualError: the failure that ended a watched run.
     """
-    return asyncio.run(_watch(spec, show, again=again, stacks=stacks, shrink=shrink))
-
-
-async def _watch(
-    spec: WorldSpec, show: Callable[[dict[str, Any]], None], *, again: bool, stacks: bool, shrink: bool
-) -> dict[str, Any]:
     token = user_variables.token(spec.token_file)
     log_to_stderr(None)
     waiting = _Patience(spec.join_timeout, log) if again else _Patience(0.0, lambda line: None)
