@@ -131,8 +131,7 @@ def _of_click(error: click.ClickException) -> errors.BadOption:
         if "program" in has:
             next += "\nor after a --, if it is one of the built-in training"
         form = {"run": "SCRIPT", "train": "-- OPTIONS"}.get(str(context.info_name if context is not None else ""))
-        of_launch = {*OF_TORCHRUN, *(name for option in launch.params for name in option.opts)}
-        if form is not None and error.option_name in of_launch:
+        if form is not None and any(error.option_name in option.opts for option in launch.params):
             next = f"to start all ranks at once: ddp-manual launch {error.option_name} ... {form}\n{next}"
     why = why or (context.get_usage() if context is not None else "the command line cannot be read so")
     return errors.BadOption(error.format_message().rstrip("."), why=why, next=next)
