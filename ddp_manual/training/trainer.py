@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
-from array import array
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -103,9 +101,7 @@ class Trainer:
 
     def go_on(self, held: Mapping[str, Any]) -> bool:
         """Go on from a state that ``hold`` has held, on this rank or another one; all ranks call it. Returns True."""
-        version, words, gauss = held["random"]["python"]
-        generator = version, words.tolist(), gauss
-        saved = msgspec.convert({**held, "random": {"python": generator}}, checkpoint_state.Saved)
+        saved = msgspec.convert(held, checkpoint_state.Saved)
         self.settle_buckets()
         checkpoint_state.restore_state(saved, self.network, self.optimizer)
         self.resume(saved.position, saved.history)
@@ -129,10 +125,7 @@ class Trainer:
         if self._holder is None or not (self._holder.is_due(position.step) or at_once):
             return
         began = time.perf_counter()
-        version, words, gauss = random.getstate()
-        generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # one tensor for 625 numbers
-        state = {**checkpoint_state.state_of(self), "random": {"python": generator}}
-        state["options"] = {}  # all ranks know them
+        state = {**checkpoint_state.state_of(self), "options": {}}  # all ranks know them
         if not self._holder.hold(position.step, state):
             self._holder = None
             return
