@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import random
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -86,7 +87,8 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "model": trainer.network.state_dict(),
         "optimizer": trainer.optimizer.state_dict()["state"],
-        "random": {"python": (version, torch.tensor(words), gauss)},  # a tensor: to hold 625 numbers takes longer
+        # One tensor for 625 numbers, which would take longer to hold.
+        "random": {"python": (version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss)},
     }
 
 

@@ -212,7 +212,7 @@ def _train_to_the_end(world: World, trainer: Trainer, paths: RunPaths, how_to_re
         "training %s on %s of %s: %s of %s, %s per rank and step, learning rate %g",
         *(config.model, counted(len(trainer.data.train), "image"), config.dataset),
         *(counted(config.epochs, "epoch"), counted(plan.steps_per_epoch, "step")),
-        *(counted(trainer.batch_size, "sample"), trainer.learning_rate.peak),
+        *(counted(plan.batch_size, "sample"), plan.peak_lr),
     )
     steps, done = plan.steps(trainer.position), trainer.position.step
     with progress_bar.progress(steps, done=done, shown=on_rank_0) as lines:

@@ -229,7 +229,7 @@ def _csv_line() -> Callable[[Sequence[object]], bytes]:
 def settings(world: World, paths: RunPaths, trainer: Trainer) -> dict[str, Any]:
     """Return the content of ``config.json``: the options, and below ``run`` what follows from them, and the step after
     which the run begins or resumes."""
-    config, data = trainer.config, trainer.data
+    config, data, plan = trainer.config, trainer.data, trainer.epoch_plan
     return {
         **config.values(),
         "run": {
@@ -237,10 +237,10 @@ def settings(world: World, paths: RunPaths, trainer: Trainer) -> dict[str, Any]:
             "run_dir": str(paths.run_dir),
             "world_size": world.world_size,
             "device": world.device.type,
-            "batch_size_per_rank": trainer.batch_size,
+            "batch_size_per_rank": plan.batch_size,
             "goes_on_after_step": trainer.position.step,
-            "peak_lr": trainer.learning_rate.peak,
-            "steps_per_epoch": trainer.epoch_plan.steps_per_epoch,
+            "peak_lr": plan.peak_lr,
+            "steps_per_epoch": plan.steps_per_epoch,
             "mean": data.normalise.mean,
             "std": data.normalise.std,
             "shape": data.train.shape,
