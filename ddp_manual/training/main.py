@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual import progress_bar, run_folder, signal_handlers
@@ -14,7 +15,7 @@ from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import checkpoint_files, checkpoint_state, held_state, models, own_factory, write_run_files
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
-from ddp_manual.training.data_memory import bring_to, check_host_memory
+from ddp_manual.training.data_memory import bring_to
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_factory import is_own_factory
@@ -128,18 +129,13 @@ def _load(world: World, config: TrainConfig) -> Data:
     world.progress.phase = "loading"
     # Reading a large folder of images takes longer than ranks take to join.
     timeout = max(world.spec.join_timeout, world.spec.stall_limit)
-
-    def prepare() -> None:
-        found.prepare()
-        check_host_memory(found, world.local_world_size)
-
+    prepare = partial(found.prepare, ranks=world.local_world_size)
     world.once_per_host(f"{found.verb} {config.dataset}", prepare, timeout=timeout)
     train, test = (found.load(part) for part in PARTS)
-    digests = compare_data(world, train, test, own_factory=is_own_factory(config.dataset))
+    compare_data(world, train, test, own_factory=is_own_factory(config.dataset))
     check_shapes(config.dataset, train, test)
     if world.rank == 0:
         warn_of_untrained(train)
-    train, test = (replace(split, digest=digest) for split, digest in zip((train, test), digests, strict=True))
     normalise = found.normalise(train) if config.normalization == "dataset" else unit_scale(train.shape[0])
     train, test = bring_to(world.device, [train, test])
     return Data(train, test, normalise)
