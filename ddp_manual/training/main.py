@@ -100,7 +100,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
     paths, on_rank_0 = RunPaths(world.run_dir), world.rank == 0
     level = logging.INFO if on_rank_0 else logging.DEBUG  # rank 0 logs what all ranks would log alike
     if world.generation and on_rank_0 and checkpoint_files.find(paths.checkpoints):
-        config = config.resumed()  # used if no rank holds a state
+        config = config.with_flags(resume=checkpoint_files.AUTO)  # used if no rank holds a state
     folder = checkpoint_state.held_run_dir(config, paths, again=world.generation > 0) if on_rank_0 else nullcontext()
     with folder, signal_handlers.ignore_save(), ExitStack() as until_finished:
         trainer = _build(world, config, _load(world, config), paths, level, leaves=leaves)
