@@ -188,11 +188,9 @@ def _resume(world: World, trainer: Trainer, paths: RunPaths) -> tuple[dict[str, 
         saves = resumed and (at_an_end or not world.generation)
         if saves and not checkpoint_files.holds(paths.checkpoints, trainer.position.step):
             trainer.save()
-        settings = write_run_files.settings(world, paths, trainer)
         if summary is None or not paths.config.exists():
-            files.start(settings, trainer.data.train)
-        if summary is None:  # otherwise an earlier process's trackers have followed the run to its end
-            files.follow(settings)
+            settings = write_run_files.settings(world, paths, trainer)
+            files.start(settings, trainer.data.train, complete=summary is not None)
     return summary, was_complete
 
 

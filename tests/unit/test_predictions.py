@@ -85,7 +85,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(
 ) -> None:
     monkeypatch.setattr(pictures, "font_for", Mock(side_effect=MemoryError("of mine")))
     files = files_of_a_run(tmp_path)
-    files.start({}, five.split)
+    files.start({}, five.split, complete=True)
     files.write_predictions(Position(), five)
     assert "samples.png: MemoryError: of mine" in caplog.text and "predictions.csv: MemoryError" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
