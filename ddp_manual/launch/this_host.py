@@ -86,7 +86,7 @@ def prepared(job: Job, hosts: Hosts) -> Job:
     else:
         assert job.config is not None and job.run_dir is not None
         check_torch_is_installed()
-        config = job.config.in_folder(job.run_dir)
+        config = job.config.with_flags(run_dir=job.run_dir)
         by_hand.check_options(dataclasses.replace(job.spec, world_size=hosts.world_size), config)
         job = dataclasses.replace(job, config=config)
     if job.run_dir is not None:
@@ -264,7 +264,7 @@ class Ranks:
         """Return options that resume from this run's newest checkpoint, otherwise from the one that it began with."""
         config = self.job.config
         begins_with_another = config is not None and config.resume is not None and not self.has_saved
-        return config if config is None or begins_with_another else config.resumed()
+        return config if config is None or begins_with_another else config.with_flags(resume=checkpoint_files.AUTO)
 
     def _tidy_up(self) -> None:
         if not self._has_trained and not self.job.chose_folder and self._paths is not None:

@@ -1,6 +1,6 @@
 """``check_replicas``: whether all ranks have the same parameters and optimizer state, which DDP takes for granted.
 
-If the ranks agree, a check costs one digest, computed on the tensors' own device, and one all-reduce of a few numbers.
+If the ranks agree, a check costs one digest, computed on the tensors' own device, and one all-gather of a few numbers.
 Only if the digests differ do the ranks find out what differs, where, and on which ranks.
 """
 
@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -106,26 +105,26 @@ class _Comparison:
         state = self.state
         structure = replica_digests.digest([Value("", number=json.dumps(state.structure()))])
         values = 0 if state.refused else replica_digests.digest(state.values)
-        on_gpu = any(value.tensor is not None and value.tensor.device.type != "cpu" for value in state.values)
-        # Read as int64, the bits of non-negative float64 numbers have the order of the numbers: MAX finds the largest.
-        wanted = -1 if tolerance is None else struct.unpack("<q", struct.pack("<d", tolerance + 0.0))[0]
-        # All ranks have the same x if the largest x is the smallest: ~x is largest on the rank where x is smallest.
-        own = [structure, ~structure, values, ~values, int(bool(state.refused)), int(on_gpu), wanted]
-        shared = torch.tensor(own, dtype=torch.int64, device=self.device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.group)
-        structure, least_structure, values, least_values, refused, on_gpu, wanted = ddp.to_host(shared).tolist()
-        if refused:
+        structures, digests, refused = self._gather([structure, values, bool(state.refused)], torch.int64).T.tolist()
+        if any(refused):
             self._raise_refused()
-        if structure != ~least_structure:
-            self._raise_other_structure(own[0])
-        if values != ~least_values:
-            given = None if wanted < 0 else struct.unpack("<d", struct.pack("<q", wanted))[0]
-            self._find_difference(given, on_gpu=bool(on_gpu))
+        if len(set(structures)) > 1:
+            self._raise_other_structure(structures)
+        if len(set(digests)) > 1:
+            self._find_difference(tolerance)
 
-    def _find_difference(self, tolerance: float | None, *, on_gpu: bool) -> None:
+    def _gather(self, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """Return each rank's numbers as a row, on every rank; a collective."""
+        own = torch.tensor(numbers, dtype=dtype, device=self.device)
+        return ddp.to_host(torch.stack(ddp.all_gather(own, self.group)))
+
+    def _find_difference(self, tolerance: float | None) -> None:
         """Compare value by value, raise at the first difference; return if only bits of equal values differ."""
-        own = torch.tensor([replica_digests.digest([value]) for value in self.state.values], device=self.device)
-        ranks = torch.stack(ddp.all_gather(own, self.group)).cpu()
+        on_gpu = any(value.tensor is not None and value.tensor.device.type != "cpu" for value in self.state.values)
+        told = ddp.gather_messages([tolerance, on_gpu], self.device, self.group)
+        tolerance = max((given for given, _ in told if given is not None), default=None)
+        on_gpu = any(on_gpu for _, on_gpu in told)
+        ranks = self._gather([replica_digests.digest([value]) for value in self.state.values], torch.int64)
         differing = (ranks != ranks[0]).any(dim=0).nonzero().flatten().tolist()
         for index in differing:
             value = self.state.values[index]
@@ -172,8 +171,7 @@ class _Comparison:
                 first = (float(start * PIECE + place), float(mine[place]), float(theirs[place]))
             count += int(other.sum())
             largest = max(largest, float(distance[other].nan_to_num(math.inf).max()))
-        own = torch.tensor([count, largest, *first], dtype=torch.float64, device=self.device)
-        found = torch.stack(ddp.all_gather(own, self.group)).tolist()
+        found = self._gather([count, largest, *first], torch.float64).tolist()
         if not (odd := [rank for rank, (count, *_) in enumerate(found) if count]):
             return
         size = tensor.numel() * (2 if tensor.is_complex() else 1)
@@ -223,12 +221,10 @@ class _Comparison:
             next="leave the call out for this model or optimizer, or give it the module that has only dense tensors",
         )
 
-    def _raise_other_structure(self, own: int) -> None:
-        """Raise ReplicasDiffer about ranks with other names, shapes or dtypes. Of the ranks with equal lists, the first
-        one sends its list."""
-        kinds = torch.cat(ddp.all_gather(torch.tensor([own], device=self.device), self.group)).tolist()
-        leaders = {kind: kinds.index(kind) for kind in kinds}
-        leads = leaders[own] == self.own
+    def _raise_other_structure(self, kinds: Sequence[int]) -> None:
+        """Raise ReplicasDiffer about ranks with other names, shapes or dtypes, given each rank's digest of them. Of the
+        ranks with equal lists, the first one sends its list."""
+        leads = kinds.index(kinds[self.own]) == self.own
         lists = ddp.gather_messages(self.state.structure() if leads else None, self.device, self.group)
         same = _majority(kinds)
         reference = lists[same[0]]
@@ -237,7 +233,7 @@ class _Comparison:
         for kind in dict.fromkeys(kinds[rank] for rank in odd):
             ranks = [rank for rank in odd if kinds[rank] == kind]
             has, those_have = (f"{self._named(some)} {'has' if len(some) == 1 else 'have'}" for some in (ranks, same))
-            differences = _other_values(lists[leaders[kind]], reference, those_have)
+            differences = _other_values(lists[ranks[0]], reference, those_have)
             lines += [f"{has} {text}" for text in differences[:MOST_NAMED]]
             if len(differences) > MOST_NAMED:
                 lines.append(f"{has} {len(differences) - MOST_NAMED} more differences")
@@ -265,7 +261,7 @@ class _Comparison:
         This rank knows its error already, so nothing is lost if even this collective breaks.
         """
         with suppress(RuntimeError):
-            ddp.to_host(torch.cat(ddp.all_gather(torch.zeros(1, device=self.device), self.group)))
+            self._gather([0], torch.int64)
 
     def _named(self, ranks: Sequence[int]) -> str:
         return in_words(as_ranges([self.ranks[rank] for rank in ranks]))

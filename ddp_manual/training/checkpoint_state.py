@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import random
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -78,6 +79,7 @@ class Saved:
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
     """Return the fields of ``Saved`` for the run as it is now. The tensors are those in training, not copies."""
+    version, words, gauss = random.getstate()
     return {
         "position": asdict(trainer.position),
         "history": asdict(trainer.history),
@@ -85,7 +87,8 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "model": trainer.network.state_dict(),
         "optimizer": trainer.optimizer.state_dict()["state"],
-        "random": {"python": random.getstate()},
+        # One tensor for 625 numbers, which would take longer to hold.
+        "random": {"python": (version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss)},
     }
 
 
@@ -137,7 +140,8 @@ def restore_state(saved: Saved, network: nn.Module, optimizer: torch.optim.Optim
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": saved.optimizer, "param_groups": groups})
     version, words, gauss = saved.random["python"]
-    random.setstate((version, tuple(words), gauss))
+    # Earlier versions of this package have saved a tuple of numbers.
+    random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
 
 
 def _check_shapes(state: Mapping[int, Any], optimizer: torch.optim.Optimizer) -> None:

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -55,7 +56,7 @@ class Split:
         images: uint8 [N, C, H, W]; C is 1 for grey images, 3 for red, green and blue.
         labels: int64 [N], each an index into ``classes``.
         classes: the names of the classes; characters that break the line of a table or are not UTF-8 are escaped.
-        digest: see ``digest_of``; empty if it has not been computed.
+        digest: see ``digest_of``; computed where it is not given, of images on the CPU.
         target: where batches are copied to if the images stay in host memory; None: batches stay where the images are.
     """
 
@@ -67,6 +68,7 @@ class Split:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "classes", tuple("".join(map(_printable, name)) for name in self.classes))
+        object.__setattr__(self, "digest", self.digest or digest_of(self.images, self.labels))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -82,6 +84,11 @@ class Split:
         places = {name: place for place, name in enumerate(classes)}
         renumbered = torch.tensor([places[name] for name in self.classes])
         return replace(self, labels=renumbered[self.labels], classes=classes, digest="")
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the images and labels take."""
+        return self.images.nbytes + self.labels.nbytes
 
     @property
     def device(self) -> torch.device:
@@ -154,8 +161,11 @@ class Source(ABC):
         """Return the cache for ``part`` of the files as they are now; None: this data set has no cache."""
         return None
 
-    def prepare(self, parts: Sequence[str] = PARTS) -> None:
+    def prepare(self, parts: Sequence[str] = PARTS, *, ranks: int = 1) -> None:
         """Fetch the files and fill the cache, as far as that has not been done; one rank of each host calls this.
+
+        Args:
+            ranks: how many ranks of this host load the images afterwards.
 
         Raises:
             DataMissing, DataCorrupt: files are missing and cannot be downloaded, or are damaged.
@@ -170,11 +180,18 @@ class Source(ABC):
             split = self.read(part)
             if cache is None or not cache.save(split):
                 self._in_memory[part] = split
-
-    @property
-    def without_cache(self) -> list[Split]:
-        """The parts that each rank reads for itself, because their cache could not be written."""
-        return [split for part, split in self._in_memory.items() if self.cache(part) is not None]
+        # What each rank reads for itself, because its cache could not be written.
+        size = sum(split.nbytes for part, split in self._in_memory.items() if caches[part] is not None)
+        available = psutil.virtual_memory().available
+        if (ranks - 1) * size > available:
+            raise BadOption(
+                f"the images of {self.name} do not fit into memory once for each of the {ranks} ranks on "
+                f"{machine.host_name()}",
+                why=f"no cache can be written, which the ranks would share; each copy takes {size >> 20} MB, "
+                f"{available >> 20} MB are free",
+                next="start the ranks as a user who may write beside the data or into a cache folder (see the warning "
+                "above), or start fewer ranks on this host",
+            )
 
     def load(self, part: str) -> Split:
         """Return ``train`` or ``test``, on the CPU; fast once it is prepared. Raises what ``prepare`` raises."""
@@ -282,15 +299,15 @@ def _map(path: Path) -> Split:
         pass  # raises the system's own errors, which torch would turn into others
     try:
         content = torch.load(path, mmap=True, weights_only=True)
-        classes = content.pop("digest_of_classes")
-        split = Split(**content)
+        split = Split(content["images"], content["labels"], content["classes"])
+        written = content["digest"], content["digest_of_classes"]
     except MemoryError:
         raise
     except Exception as error:  # torch.load raises many kinds, depending on the first wrong byte
         if "unable to mmap" in str(error):
             raise MemoryError(str(error)) from None
         raise Damaged(textwrap.shorten(str(error), 200)) from None
-    if (split.digest, classes) != (digest_of(split.images, split.labels), digest_of_classes(split)):
+    if written != (split.digest, digest_of_classes(split)):
         raise Damaged("its images, labels or classes are not those that were written")
     return split
 
@@ -304,7 +321,7 @@ def _write(path: Path, split: Split) -> None:
 
     That host's cache has the same images. If it is whole it stays, because ranks may have mapped it.
     """
-    digests = {"digest": digest_of(split.images, split.labels), "digest_of_classes": digest_of_classes(split)}
+    digests = {"digest": split.digest, "digest_of_classes": digest_of_classes(split)}
     content = {"images": split.images.contiguous(), "labels": split.labels, "classes": split.classes, **digests}
     temporary = path.with_name(f".{path.name}.{secrets.randbits(64)}.tmp")
     try:

@@ -10,13 +10,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import psutil
 import torch
 
-from ddp_manual.environment import machine
-from ddp_manual.errors import BadOption
 from ddp_manual.training import ddp
-from ddp_manual.training.data import Source, Split
+from ddp_manual.training.data import Split
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +26,7 @@ def bring_to(device: torch.device, splits: Sequence[Split]) -> list[Split]:
     """Move the parts of a data set, which are on the CPU, to a device; leave all in host memory if they do not fit."""
     if device.type == "cpu":
         return list(splits)
-    size, free = sum(map(size_of, splits)), torch.cuda.mem_get_info(device)[0]
+    size, free = sum(split.nbytes for split in splits), torch.cuda.mem_get_info(device)[0]
     try:
         if size <= IMAGES_MAY_TAKE * free:
             moved = [split.to(device) for split in splits]
@@ -44,26 +41,3 @@ def bring_to(device: torch.device, splits: Sequence[Split]) -> list[Split]:
         *(size >> 20, device, free >> 20),
     )
     return [replace(split, target=device) for split in splits]
-
-
-def size_of(split: Split) -> int:
-    """Return how many bytes the images and labels take."""
-    return split.images.nbytes + split.labels.nbytes
-
-
-def check_host_memory(source: Source, ranks: int) -> None:
-    """Check, once for all ``ranks`` of this host, that there is memory for images whose cache could not be written.
-
-    Raises:
-        BadOption: host memory would not hold a copy for each rank.
-    """
-    size, available = sum(map(size_of, source.without_cache)), psutil.virtual_memory().available
-    if (ranks - 1) * size > available:
-        raise BadOption(
-            f"the images of {source.name} do not fit into memory once for each of the {ranks} ranks on "
-            f"{machine.host_name()}",
-            why=f"no cache can be written, which the ranks would share; each copy takes {size >> 20} MB, "
-            f"{available >> 20} MB are free",
-            next="start the ranks as a user who may write beside the data or into a cache folder (see the warning "
-            "above), or start fewer ranks on this host",
-        )

@@ -87,20 +87,9 @@ def broadcast(tensor: Tensor, source: int = 0) -> None:
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Return every rank's ``tensor``, in rank order; all have the same shape. ``group`` None: the default group."""
-    if not dist.is_initialized():
-        return [tensor]
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, tensor, group=group)
     return gathered
-
-
-def gather(tensor: Tensor) -> list[Tensor]:
-    """Return every rank's ``tensor`` on rank 0, in rank order, and [] on the others; all have the same shape."""
-    if not dist.is_initialized():
-        return [tensor]
-    gathered = [torch.empty_like(tensor) for _ in range(world_size())] if rank() == 0 else None
-    dist.gather(tensor, gathered, dst=0)
-    return gathered or []
 
 
 def gather_messages(message: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:

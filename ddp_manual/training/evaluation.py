@@ -99,17 +99,17 @@ def evaluate(
     model.eval()
     # Loss summed over samples, correct samples, samples.
     totals = torch.zeros(3, dtype=torch.float64, device=split.device)
-    all_scores = [torch.zeros(0, len(split.classes), device=split.device)]
+    probabilities = torch.zeros(len(split) if predict else 0, len(split.classes), device=split.device)
     share = torch.arange(len(split), device=split.images.device)[rank::world_size]
     _, height, width = split.shape
     batch = max(1, min(MOST_IMAGES, MOST_PIXELS // (height * width)))
     # The split() of an empty tensor is one empty batch, which some networks refuse.
     for samples in share.split(batch) if len(share) else ():
-        images, labels, _ = split.batch(samples)
+        images, labels, numbers = split.batch(samples)
         # A sum of half-precision numbers would lose digits.
         scores = model(normalise(images)).float()
         if predict:
-            all_scores.append(scores)
+            probabilities[numbers] = scores.softmax(dim=1)
         totals[0] += F.cross_entropy(scores, labels, reduction="sum")
         totals[1] += (scores.argmax(dim=1) == labels).sum()
         totals[2] += len(samples)
@@ -119,13 +119,7 @@ def evaluate(
     evaluation = Evaluation(loss=loss / count, accuracy=correct / count, samples=round(count))
     if not predict:
         return evaluation, None
-    mine = torch.cat(all_scores).softmax(dim=1)
-    # The ranks' shares differ by one sample, and gather needs the same number of rows from each.
-    padded = mine.new_zeros(-(-len(split) // world_size), mine.shape[1])
-    padded[: len(mine)] = mine
-    gathered = ddp.gather(padded)
-    if not gathered:
+    ddp.all_reduce(probabilities)  # exact: the other ranks add zeros to a rank's rows
+    if rank:
         return evaluation, None
-    # Row i of rank r is sample i * world_size + r.
-    probabilities = torch.stack(gathered, dim=1).flatten(0, 1)[: len(split)]
     return evaluation, Predictions(ddp.to_host(probabilities), split.to(torch.device("cpu")))

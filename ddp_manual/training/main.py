@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddp_manual import progress_bar, run_folder, signal_handlers
@@ -14,7 +15,7 @@ from ddp_manual.errors import Stopped
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.training import checkpoint_files, checkpoint_state, held_state, models, own_factory, write_run_files
 from ddp_manual.training.data import PARTS, Data, check_shapes, warn_of_untrained
-from ddp_manual.training.data_memory import bring_to, check_host_memory
+from ddp_manual.training.data_memory import bring_to
 from ddp_manual.training.datasets import source_of
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.own_factory import is_own_factory
@@ -99,7 +100,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
     paths, on_rank_0 = RunPaths(world.run_dir), world.rank == 0
     level = logging.INFO if on_rank_0 else logging.DEBUG  # rank 0 logs what all ranks would log alike
     if world.generation and on_rank_0 and checkpoint_files.find(paths.checkpoints):
-        config = config.resumed()  # used if no rank holds a state
+        config = config.with_flags(resume=checkpoint_files.AUTO)  # used if no rank holds a state
     folder = checkpoint_state.held_run_dir(config, paths, again=world.generation > 0) if on_rank_0 else nullcontext()
     with folder, signal_handlers.ignore_save(), ExitStack() as until_finished:
         trainer = _build(world, config, _load(world, config), paths, level, leaves=leaves)
@@ -128,18 +129,13 @@ def _load(world: World, config: TrainConfig) -> Data:
     world.progress.phase = "loading"
     # Reading a large folder of images takes longer than ranks take to join.
     timeout = max(world.spec.join_timeout, world.spec.stall_limit)
-
-    def prepare() -> None:
-        found.prepare()
-        check_host_memory(found, world.local_world_size)
-
+    prepare = partial(found.prepare, ranks=world.local_world_size)
     world.once_per_host(f"{found.verb} {config.dataset}", prepare, timeout=timeout)
     train, test = (found.load(part) for part in PARTS)
-    digests = compare_data(world, train, test, own_factory=is_own_factory(config.dataset))
+    compare_data(world, train, test, own_factory=is_own_factory(config.dataset))
     check_shapes(config.dataset, train, test)
     if world.rank == 0:
         warn_of_untrained(train)
-    train, test = (replace(split, digest=digest) for split, digest in zip((train, test), digests, strict=True))
     normalise = found.normalise(train) if config.normalization == "dataset" else unit_scale(train.shape[0])
     train, test = bring_to(world.device, [train, test])
     return Data(train, test, normalise)
@@ -192,11 +188,9 @@ def _resume(world: World, trainer: Trainer, paths: RunPaths) -> tuple[dict[str, 
         saves = resumed and (at_an_end or not world.generation)
         if saves and not checkpoint_files.holds(paths.checkpoints, trainer.position.step):
             trainer.save()
-        settings = write_run_files.settings(world, paths, trainer)
         if summary is None or not paths.config.exists():
-            files.start(settings, trainer.data.train)
-        if summary is None:  # otherwise an earlier process's trackers have followed the run to its end
-            files.follow(settings)
+            settings = write_run_files.settings(world, paths, trainer)
+            files.start(settings, trainer.data.train, complete=summary is not None)
     return summary, was_complete
 
 
@@ -212,7 +206,7 @@ def _train_to_the_end(world: World, trainer: Trainer, paths: RunPaths, how_to_re
         "training %s on %s of %s: %s of %s, %s per rank and step, learning rate %g",
         *(config.model, counted(len(trainer.data.train), "image"), config.dataset),
         *(counted(config.epochs, "epoch"), counted(plan.steps_per_epoch, "step")),
-        *(counted(trainer.batch_size, "sample"), trainer.learning_rate.peak),
+        *(counted(plan.batch_size, "sample"), plan.peak_lr),
     )
     steps, done = plan.steps(trainer.position), trainer.position.step
     with progress_bar.progress(steps, done=done, shown=on_rank_0) as lines:

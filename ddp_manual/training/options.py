@@ -35,13 +35,8 @@ FOLDER = {"folder:PATH": r"folder:.+"}
 WANDB_BEGINS_WITHIN = 30.0
 # A file of options has neither: each run writes to a folder of its own, and resumes from a checkpoint of its own.
 OF_ONE_RUN = ("run_dir", "resume")
-# Extra -> the packages it brings, which only some options need; setup.cfg has the same extras.
-PACKAGES = {
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb",),
-    "flyte": ("flytekit",),
-    "notebook": ("nbclient", "ipykernel", "matplotlib"),
-}
+# The trackers that are packages; setup.cfg has an extra of each name.
+PACKAGES = ("tensorboard", "wandb")
 # ``option``, for each group of the help.
 _training, _data, _output, _checkpoints = (
     partial(option, group=group) for group in ("training", "data", "output", "checkpoints")
@@ -203,10 +198,17 @@ class TrainConfig(Options):
         return tuple(name.strip() for name in self.track.split(",")) if self.track is not None else ()
 
     def check_trackers(self, spec: WorldSpec) -> None:
-        """Raise BadOption where a package for ``--track`` is missing; on rank 0, which alone has trackers."""
-        for name in self.trackers:
-            if name in PACKAGES:
-                require(name, f"--track {name}")
+        """Raise BadOption where a package for ``--track`` is missing; on rank 0, which alone has trackers. Nothing is
+        imported."""
+        for name in filter(PACKAGES.__contains__, self.trackers):
+            found = find_spec(name)
+            # A folder that happens to have the name, such as ``wandb`` that runs leave behind, has no origin.
+            if found is None or found.origin is None:
+                raise BadOption(
+                    f"--track {name} needs {name}, which this Python does not have",
+                    why="it is an extra: nothing else here needs it",
+                    next=f"pip install {name}\nor, in a checkout of this package: pip install -e '.[{name}]'",
+                )
         if "wandb" in self.trackers and spec.world_size > 1 and spec.stall_limit < WANDB_BEGINS_WITHIN:
             logger.warning(
                 "--stall_timeout %g may be too short for --track wandb: all ranks wait while rank 0 begins the run, "
@@ -238,13 +240,9 @@ class TrainConfig(Options):
         sources |= dict.fromkeys(flags, "flag")
         return cls(**values, sources={name: sources[name] for name in values})
 
-    def in_folder(self, run_dir: str) -> TrainConfig:
-        """Return the same training, with its files in ``run_dir``."""
-        return dataclasses.replace(self, run_dir=run_dir, sources={**self.sources, "run_dir": "flag"})
-
-    def resumed(self) -> TrainConfig:
-        """Return the options with ``resume='auto'``, to begin at the newest checkpoint in the run's folder."""
-        return dataclasses.replace(self, resume="auto", sources={**self.sources, "resume": "flag"})
+    def with_flags(self, **flags: str) -> TrainConfig:
+        """Return the same training with other flags, such as ``resume="auto"``."""
+        return dataclasses.replace(self, **flags, sources={**self.sources, **dict.fromkeys(flags, "flag")})
 
     def check_world(self, spec: WorldSpec) -> None:
         """Raise BadOption if global_batch_size cannot be divided over the ranks, or --no_ddp has several ranks."""
@@ -354,20 +352,3 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def is_folder(dataset: str) -> bool:
     """Tell whether the data set is the user's own class folders, ``folder:PATH``."""
     return dataset.startswith(FOLDER_PREFIX)
-
-
-def require(extra: str, for_what: str) -> None:
-    """Raise BadOption if a package of ``extra`` is missing, with the command that installs it. Nothing is imported.
-
-    Args:
-        for_what: the option or command that needs it, such as ``--track wandb``.
-    """
-    found = {package: find_spec(package) for package in PACKAGES[extra]}
-    # A folder that happens to have the name, such as ``wandb`` that runs leave behind, gives a spec without an origin.
-    missing = [package for package, spec in found.items() if spec is None or spec.origin is None]
-    if missing:
-        raise BadOption(
-            f"{for_what} needs {' and '.join(missing)}, which this Python does not have",
-            why="it is an extra: nothing else here needs it",
-            next=f"pip install {' '.join(missing)}\nor, in a checkout of this package: pip install -e '.[{extra}]'",
-        )

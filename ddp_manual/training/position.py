@@ -1,13 +1,16 @@
-"""How far a run is, and at which steps it logs, saves and synchronises. No torch."""
+"""How far a run is, and what each step takes: its samples, its learning rate, and whether it logs and saves."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ddp_manual.training.options import TrainConfig
+import torch
+from torch import Tensor
+
+from ddp_manual.errors import BadOption
+from ddp_manual.training.options import TrainConfig
+from ddp_manual.wording import counted
 
 # Seconds between two sync points, roughly: how long a signal may wait until the ranks agree on what to do.
 SYNC_EVERY = 1.0
@@ -37,12 +40,30 @@ class EpochPlan:
 
     Args:
         samples: the number of samples in one epoch.
-        batch: samples of a step, over all ranks; the last step of an epoch takes what is left.
+        batch_size: samples per rank and step; the last step of an epoch takes what is left.
+
+    Raises:
+        BadOption: a rank's share of the training set does not fill one batch.
     """
 
     config: TrainConfig
     samples: int
-    batch: int
+    world_size: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        share = self.samples // self.world_size
+        if self.batch_size > share:
+            raise BadOption(
+                f"a batch of {self.batch_size} per rank is larger than a rank's share of the training set",
+                why=f"{counted(self.samples, 'sample')} over {counted(self.world_size, 'rank')}: {share} for each",
+                next=f"choose a --batch_size of at most {share}" if share else "start fewer ranks",
+            )
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step, over all ranks."""
+        return self.world_size * self.batch_size
 
     @property
     def steps_per_epoch(self) -> int:
@@ -66,6 +87,48 @@ class EpochPlan:
     def after_a_step(self, position: Position) -> Position:
         taken = min(self.samples, position.taken + self.batch)
         return replace(position, taken=taken, step=position.step + 1)
+
+    def order(self, epoch: int) -> Tensor:
+        """Return the order in which an epoch goes through its samples: int64 [samples], drawn from seed and epoch."""
+        return torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.config.seed + epoch))
+
+    def share(self, order: Tensor, start: int, stop: int, rank: int) -> Tensor:
+        """Return the samples that ``rank`` takes in a step in which all ranks together take ``order[start:stop]``.
+
+        As in torch.utils.data.DistributedSampler, that is every world_size-th sample; but no sample is taken twice:
+        where there are not enough for all ranks, the shares differ by one sample or are empty. So any number of ranks
+        can continue from ``stop``, and no sample is repeated or left out.
+        """
+        return order[start + rank : stop : self.world_size]
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate at the end of the warm-up: ``--lr`` scaled by the world size.
+
+        Linear scaling keeps the update per sample constant as the global batch grows: Goyal et al., "Accurate, Large
+        Minibatch SGD", https://arxiv.org/abs/1706.02677. A fixed global batch needs no scaling.
+        """
+        config = self.config
+        if config.global_batch_size is not None or config.lr_scaling == "none":
+            return config.lr
+        return config.lr * (self.world_size if config.lr_scaling == "linear" else math.sqrt(self.world_size))
+
+    def lr(self, seen: int, taking: int) -> float:
+        """Return the rate of a step that takes ``taking`` samples after ``seen`` others, over all ranks and epochs: a
+        linear warm-up to the peak, then a decay to zero.
+
+        It depends on the samples seen, not on steps: a run that resumes with another number of ranks takes another
+        number of steps, but stays where it was in its schedule.
+        """
+        warmup, total = self.config.warmup_epochs * self.samples, self.config.epochs * self.samples
+        if seen < warmup:
+            return self.peak_lr * min(1.0, (seen + taking) / warmup)
+        if self.config.lr_schedule == "constant":
+            return self.peak_lr
+        progress = (seen - warmup) / max(1.0, total - warmup)
+        if self.config.lr_schedule == "cosine":
+            return self.peak_lr * 0.5 * (1 + math.cos(math.pi * progress))
+        return self.peak_lr * (1 - progress)
 
     def logs(self, position: Position) -> bool:
         """Tell whether a line of metrics is due."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_manual.errors import ConfigMismatch, DataDiffers
 from ddp_manual.option_fields import differing_options, side_by_side
-from ddp_manual.training.data import PARTS, Split, digest_of, digest_of_classes
+from ddp_manual.training.data import PARTS, Split, digest_of_classes
 from ddp_manual.wire import all_escaped
 
 if TYPE_CHECKING:
@@ -50,24 +50,19 @@ def agree_on_options(world: World, options: Mapping[str, tuple[Any, str]], run_d
             )
 
 
-def compare_data(world: World, train: Split, test: Split, *, own_factory: bool) -> tuple[str, str]:
+def compare_data(world: World, train: Split, test: Split, *, own_factory: bool) -> None:
     """Compare every rank's data with rank 0's: lengths, digests and names of classes; a collective.
 
     Args:
-        train, test: on the CPU. Of a split that comes from a cache, the digest is the one in the cache.
         own_factory: whether a factory of the user's returned the data.
-
-    Returns:
-        A digest of each split's images and labels: 32 hexadecimal digits.
 
     Raises:
         DataDiffers: on every rank, naming the hosts whose data are not rank 0's.
     """
-    mine = [fingerprint(train), fingerprint(test)]
-    ranks = all_escaped(world.gather(mine))
+    ranks = all_escaped(world.gather([fingerprint(train), fingerprint(test)]))
     odd = [rank for rank, found in enumerate(ranks) if found != ranks[0]]
     if not odd:
-        return mine[0][1], mine[1][1]
+        return
     hosts = [line["host"] for line in world.roster()]
     # No rank leaves before all have the messages: a rank that still waits would report a peer's leaving as the cause.
     world.gather(None)
@@ -90,4 +85,4 @@ def compare_data(world: World, train: Split, test: Split, *, own_factory: bool) 
 
 def fingerprint(split: Split) -> list[Any]:
     """Return the number of samples, and digests (BLAKE2b, 128 bits) of images with labels and of the class names."""
-    return [len(split), split.digest or digest_of(split.images, split.labels), digest_of_classes(split)]
+    return [len(split), split.digest, digest_of_classes(split)]

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
-from array import array
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +19,12 @@ from torch import Tensor, nn
 
 from ddp_manual import progress_bar
 from ddp_manual.errors import TrainingFailed
-from ddp_manual.training import checkpoint_state, ddp, sampling
+from ddp_manual.training import checkpoint_state, ddp
 from ddp_manual.training.check_replicas import check_replicas
 from ddp_manual.training.checkpoint_state import History
 from ddp_manual.training.data import Data
 from ddp_manual.training.evaluation import Evaluation, Predictions, evaluate
 from ddp_manual.training.held_state import Holder
-from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.meter import Meter, Metrics, Window, diverged
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.position import EpochPlan, Position, steps_until_sync
@@ -75,13 +72,9 @@ class Trainer:
             # Launches fewer kernels, but needs a gradient of each parameter from the first step on; so does DDP.
             fused=self.device.type != "cpu" and not (config.no_ddp or any(map(torch.is_complex, network.parameters()))),
         )
-        samples = len(data_sets.train)
         has_shrunk = self.world_size < world.spec.world_size
-        self.batch_size = config.batch_size_per_rank(self.world_size, has_shrunk=has_shrunk)
-        """Samples per rank and step."""
-        sampling.check_batch_fits(samples, self.batch_size, self.world_size)
-        self.learning_rate = LearningRate(config, self.world_size, samples)
-        self.epoch_plan = EpochPlan(config, samples, self.world_size * self.batch_size)
+        batch_size = config.batch_size_per_rank(self.world_size, has_shrunk=has_shrunk)
+        self.epoch_plan = EpochPlan(config, len(data_sets.train), self.world_size, batch_size)
         self.options = checkpoint_state.options_of(config, data_sets.train, data_sets.test)
         # Batch statistics of no samples are an error, unless sync_bn computes them over all ranks.
         self._fewest_samples = 0 if config.sync_bn and self.world_size > 1 else fewest_samples
@@ -103,9 +96,7 @@ class Trainer:
 
     def go_on(self, held: Mapping[str, Any]) -> bool:
         """Go on from a state that ``hold`` has held, on this rank or another one; all ranks call it. Returns True."""
-        version, words, gauss = held["random"]["python"]
-        generator = version, words.tolist(), gauss
-        saved = msgspec.convert({**held, "random": {"python": generator}}, checkpoint_state.Saved)
+        saved = msgspec.convert(held, checkpoint_state.Saved)
         self.settle_buckets()
         checkpoint_state.restore_state(saved, self.network, self.optimizer)
         self.resume(saved.position, saved.history)
@@ -129,10 +120,7 @@ class Trainer:
         if self._holder is None or not (self._holder.is_due(position.step) or at_once):
             return
         began = time.perf_counter()
-        version, words, gauss = random.getstate()
-        generator = version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss  # one tensor for 625 numbers
-        state = {**checkpoint_state.state_of(self), "random": {"python": generator}}
-        state["options"] = {}  # all ranks know them
+        state = {**checkpoint_state.state_of(self), "options": {}}  # all ranks know them
         if not self._holder.hold(position.step, state):
             self._holder = None
             return
@@ -196,7 +184,7 @@ class Trainer:
             start, seen = position.taken, plan.seen(position)
             position = plan.after_a_step(position)
             taking = position.taken - start
-            lr = self.learning_rate.lr(seen, taking)
+            lr = plan.lr(seen, taking)
             images, labels, counted = self._share_of_step(order, augmented, start, position.taken)
             self._seed(seen)
             # DDP takes the mean over the ranks; the weight makes it the mean over the samples, where shares differ, and
@@ -235,19 +223,18 @@ class Trainer:
 
     def _draw_epoch(self, epoch: int) -> tuple[Tensor, Augmentation]:
         """Return the order of the samples in an epoch, and how each is changed; all ranks draw the same."""
-        config, train, drawn = self.config, self.data.train, {"seed": self.config.seed, "epoch": epoch}
-        order = sampling.epoch_order(len(train), **drawn).to(train.images.device)
-        shift, flip = config.shift, config.flip
-        return order, Augmentation.draw(len(train), shift=shift, flip=flip, device=self.device, **drawn)
+        train, order = self.data.train, self.epoch_plan.order(epoch)
+        return order.to(train.images.device), Augmentation.draw(self.config, epoch, len(train), self.device)
 
     def _share_of_step(
         self, order: Tensor, augmented: Augmentation, start: int, stop: int
     ) -> tuple[Tensor, Tensor, int]:
         """Return this rank's images and labels of the samples that all ranks take from ``start`` to ``stop``, and how
         many of them count: without any it still computes a loss, because DDP needs its gradients."""
-        samples = sampling.share(order, start=start, stop=stop, rank=self.rank, world_size=self.world_size)
+        samples = self.epoch_plan.share(order, start, stop, self.rank)
         counted = len(samples)
-        samples = sampling.at_least(self._fewest_samples, samples, order, stop=stop)
+        if (missing := self._fewest_samples - counted) > 0:  # take those that follow, or the epoch's first ones
+            samples = torch.cat([samples, order.roll(-stop)[:missing]])
         images, labels, samples = self.data.train.batch(samples)
         return self.data.normalise(augmented(images, samples)), labels[: counted or None], counted
 
@@ -383,4 +370,4 @@ class Trainer:
         The loss of the last step may have been finite where the parameters after it are not.
         """
         if not all(bool(parameter.isfinite().all()) for parameter in self.network.parameters()):
-            raise diverged(self.position.step, self.learning_rate.peak, "the parameters were")
+            raise diverged(self.position.step, self.epoch_plan.peak_lr, "the parameters were")

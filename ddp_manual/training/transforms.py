@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddp_manual.training.options import TrainConfig
+
 
 class Normalise:
     """Maps uint8 images [N, C, H, W] to float32, channels last: minus ``mean``, divided by ``std``.
@@ -49,12 +51,12 @@ class Augmentation:
     flips: Tensor | None
 
     @classmethod
-    def draw(cls, count: int, *, shift: int, flip: bool, seed: int, epoch: int, device: torch.device) -> Augmentation:
+    def draw(cls, config: TrainConfig, epoch: int, count: int, device: torch.device) -> Augmentation:
         """Draw for all samples of an epoch, so that each sample is varied alike, whichever rank takes it."""
-        generator = torch.Generator().manual_seed(seed + epoch)
-        shifts = torch.randint(-shift, shift + 1, (count, 2), generator=generator).to(device)
-        flips = torch.randint(0, 2, (count,), generator=generator).bool().to(device) if flip else None
-        return cls(shift=shift, shifts=shifts, flips=flips)
+        generator = torch.Generator().manual_seed(config.seed + epoch)
+        shifts = torch.randint(-config.shift, config.shift + 1, (count, 2), generator=generator).to(device)
+        flips = torch.randint(0, 2, (count,), generator=generator).bool().to(device) if config.flip else None
+        return cls(shift=config.shift, shifts=shifts, flips=flips)
 
     def __call__(self, images: Tensor, samples: Tensor) -> Tensor:
         """Return ``images``, uint8 [n, C, H, W], varied as drawn for ``samples``, the n numbers of these samples."""

@@ -50,7 +50,7 @@ class RunFiles:
 
     Args:
         keep: how many of the newest checkpoints stay.
-        trackers: told of everything once ``follow`` has opened them; this object does not close them.
+        trackers: told of everything once ``start`` has opened them; this object does not close them.
     """
 
     def __init__(self, paths: RunPaths, *, keep: int, trackers: Trackers) -> None:
@@ -59,15 +59,14 @@ class RunFiles:
         self._trackers = trackers
         self._disk_was_full = False
 
-    def start(self, settings: Mapping[str, Any], train: Split) -> None:
-        """Write ``config.json`` and the picture of the first images."""
+    def start(self, settings: Mapping[str, Any], train: Split, *, complete: bool = False) -> None:
+        """Write ``config.json`` and the picture of the first images; then open the trackers, unless the run is
+        ``complete``: an earlier process's have followed it to its end."""
         atomic_files.write_json(self._paths.config, settings)
         with _not_worth_the_run(self._paths.samples):
             atomic_files.write_bytes(self._paths.samples, pictures.image_grid(train))
-
-    def follow(self, settings: Mapping[str, Any]) -> None:
-        """Open the trackers."""
-        self._trackers.open(settings, self._paths)
+        if not complete:
+            self._trackers.open(settings, self._paths)
 
     def rewind(self, position: Position, history: History, network: nn.Module, *, complete: bool) -> None:
         """Bring the files back to what they were at ``position``, where the run resumes or was ``complete``."""
@@ -229,7 +228,7 @@ def _csv_line() -> Callable[[Sequence[object]], bytes]:
 def settings(world: World, paths: RunPaths, trainer: Trainer) -> dict[str, Any]:
     """Return the content of ``config.json``: the options, and below ``run`` what follows from them, and the step after
     which the run begins or resumes."""
-    config, data = trainer.config, trainer.data
+    config, data, plan = trainer.config, trainer.data, trainer.epoch_plan
     return {
         **config.values(),
         "run": {
@@ -237,10 +236,10 @@ def settings(world: World, paths: RunPaths, trainer: Trainer) -> dict[str, Any]:
             "run_dir": str(paths.run_dir),
             "world_size": world.world_size,
             "device": world.device.type,
-            "batch_size_per_rank": trainer.batch_size,
+            "batch_size_per_rank": plan.batch_size,
             "goes_on_after_step": trainer.position.step,
-            "peak_lr": trainer.learning_rate.peak,
-            "steps_per_epoch": trainer.epoch_plan.steps_per_epoch,
+            "peak_lr": plan.peak_lr,
+            "steps_per_epoch": plan.steps_per_epoch,
             "mean": data.normalise.mean,
             "std": data.normalise.std,
             "shape": data.train.shape,

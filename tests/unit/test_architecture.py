@@ -54,7 +54,6 @@ BOTTOM = set(BOTTOM_ROW)
 TRAINING_WITHOUT_TORCH = {
     "training.checkpoint_files",
     "training.options",
-    "training.learning_rate",
     "training.own_factory",
 }
 MAY_IMPORT = {

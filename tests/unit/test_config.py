@@ -19,8 +19,8 @@ from ddp_manual.errors import BadOption
 from ddp_manual.program import SCRIPT, Program
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.training.learning_rate import LearningRate
 from ddp_manual.training.options import TrainConfig
+from ddp_manual.training.position import EpochPlan
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_learning_rate_grows_with_the_world_unless_the_global_batch_is_fixed
         ({"lr_scaling": "none"}, 0.1),
         ({"global_batch_size": 200}, 0.1),
     ):
-        assert LearningRate(TrainConfig(**{"lr": 0.1, **options}), 4, 100).peak == pytest.approx(peak)
+        assert EpochPlan(TrainConfig(**{"lr": 0.1, **options}), 100, 4, 1).peak_lr == pytest.approx(peak)
 
 
 def test_the_global_batch_is_divided_over_the_ranks_and_refused_with_one_that_can_be() -> None:

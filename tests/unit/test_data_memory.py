@@ -19,7 +19,7 @@ from ddp_manual.errors import BadOption
 from ddp_manual.progress_bar import ProgressLines
 from ddp_manual.training import data, models
 from ddp_manual.training.data import Data, Split
-from ddp_manual.training.data_memory import bring_to, check_host_memory
+from ddp_manual.training.data_memory import bring_to
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.trainer import Trainer
 from ddp_manual.training.transforms import unit_scale
@@ -83,10 +83,9 @@ def test_images_that_each_rank_of_a_host_reads_for_itself_are_refused_if_memory_
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=megabytes << 20))
     monkeypatch.setattr(data.DataCache, "save", lambda *_: can_write)
     images.prepare()
-    check_host_memory(images, 1)
     expected = "do not fit into memory once for each of the 4 ranks on"
     with pytest.raises(BadOption, match=expected) if refused else nullcontext():
-        check_host_memory(images, 4)
+        images.prepare(ranks=4)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 
 from ddp_manual.training.data import Split
+from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.transforms import Augmentation
 from tests.conftest import source
 
@@ -31,8 +32,7 @@ def test_an_image_is_mirrored_by_its_own_draw_and_then_moved() -> None:
 
 def test_a_sample_is_varied_alike_on_any_rank_and_anew_each_epoch() -> None:
     first, again, next_epoch = (
-        Augmentation.draw(1000, shift=1, flip=True, seed=0, epoch=epoch, device=torch.device("cpu"))
-        for epoch in (0, 0, 1)
+        Augmentation.draw(TrainConfig(shift=1, flip=True), epoch, 1000, torch.device("cpu")) for epoch in (0, 0, 1)
     )
     assert torch.equal(first.shifts, again.shifts) and first.flips is not None and again.flips is not None
     assert torch.equal(first.flips, again.flips)

@@ -135,9 +135,9 @@ def test_a_run_that_began_with_another_runs_checkpoint_resumes_from_its_own_once
         return Ranks(job, Hosts([2]), ThreadPoolExecutor(1))._to_go_on()
 
     began, another = TrainConfig(epochs=2), TrainConfig(epochs=2, resume="other.pt")
-    assert (to_go_on(began), to_go_on(another)) == (began.resumed(), another)
+    assert (to_go_on(began), to_go_on(another)) == (began.with_flags(resume="auto"), another)
     checkpoint_files.write(RunPaths(tmp_path).checkpoints, 8, b"", {})
-    assert to_go_on(another) == another.resumed()
+    assert to_go_on(another) == another.with_flags(resume="auto")
 
 
 def test_a_signal_that_comes_before_or_between_attempts_reaches_the_ranks_as_soon_as_they_are_here(

@@ -181,7 +181,9 @@ def test_every_extra_is_one_of_setup_cfg_and_the_developers_have_them_all() -> N
     setup = configparser.ConfigParser()
     setup.read(REPOSITORY / "setup.cfg")
     named = setup["options.extras_require"]
-    assert set(named) == {*train_options.PACKAGES, "test", "dev"}
-    for extra, packages in train_options.PACKAGES.items():
-        assert {line.split(">")[0] for line in named[extra].split()} == set(packages)
-    assert f"ddp_manual[{','.join(sorted([*train_options.PACKAGES, 'test']))}]" in named["dev"]
+    extras = {**{name: {name} for name in train_options.PACKAGES}, "flyte": {"flytekit"}}
+    extras["notebook"] = {"nbclient", "ipykernel", "matplotlib"}
+    assert set(named) == {*extras, "test", "dev"}
+    for extra, packages in extras.items():
+        assert {line.split(">")[0] for line in named[extra].split()} == packages
+    assert f"ddp_manual[{','.join(sorted([*extras, 'test']))}]" in named["dev"]

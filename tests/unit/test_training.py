@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from ddp_manual.errors import BadOption
-from ddp_manual.training import ddp, meter, models, options, sampling
-from ddp_manual.training.learning_rate import LearningRate
+from ddp_manual.training import ddp, meter, models, options
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.training.position import EpochPlan, Position, steps_until_sync
 from tests.conftest import source
@@ -17,14 +16,10 @@ from tests.conftest import source
 
 def shares_of_an_epoch(count: int, world_size: int, batch: int, *, start: int = 0) -> list[list[torch.Tensor]]:
     """By rank, what it takes in each step from ``start`` on."""
-    order = sampling.epoch_order(count, seed=7, epoch=3)
-    steps = range(start, count, batch)
+    plan = EpochPlan(TrainConfig(seed=7), count, world_size, batch // world_size)
+    order, steps = plan.order(3), range(start, count, batch)
     return [
-        [
-            sampling.share(order, start=first, stop=min(count, first + batch), rank=rank, world_size=world_size)
-            for first in steps
-        ]
-        for rank in range(world_size)
+        [plan.share(order, first, min(count, first + batch), rank) for first in steps] for rank in range(world_size)
     ]
 
 
@@ -45,11 +40,11 @@ def test_two_ranks_stop_and_others_take_what_remains_of_the_epoch(then: int) -> 
 
 
 def test_a_batch_larger_than_a_ranks_share_and_synchronised_batch_normalisation_without_a_gpu_are_bad_options() -> None:
-    sampling.check_batch_fits(100, 50, 2)
+    assert EpochPlan(TrainConfig(), 100, 2, 50).batch == 100
     with pytest.raises(BadOption, match="batch of 51"):
-        sampling.check_batch_fits(100, 51, 2)
+        EpochPlan(TrainConfig(), 100, 2, 51)
     with pytest.raises(BadOption):
-        sampling.check_batch_fits(3, 1, 4)
+        EpochPlan(TrainConfig(), 3, 4, 1)
     with pytest.raises(BadOption, match="--sync_bn needs GPUs"):
         models.build("convnet", device=torch.device("cpu"), seed=0, sync_bn=True)
 
@@ -87,17 +82,17 @@ def test_every_name_that_an_option_accepts_exists() -> None:
 @pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])
 def test_the_learning_rate_warms_up_to_its_peak_and_then_decays(shape: str) -> None:
     """By samples, so that steps of another size come as far."""
-    learning_rate = LearningRate(TrainConfig(lr=1.0, warmup_epochs=1, epochs=11, lr_schedule=shape), 1, 30)
-    rates = [learning_rate.lr(3 * step, 3) for step in range(110)]
+    plan = EpochPlan(TrainConfig(lr=1.0, warmup_epochs=1, epochs=11, lr_schedule=shape), 30, 1, 3)
+    rates = [plan.lr(3 * step, 3) for step in range(110)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == pytest.approx(1.0)
-    assert rates[60] == learning_rate.lr(180, 12) == pytest.approx(1.0 if shape == "constant" else 0.5)
+    assert rates[60] == plan.lr(180, 12) == pytest.approx(1.0 if shape == "constant" else 0.5)
     assert rates[-1] == pytest.approx(1.0 if shape == "constant" else 0.0, abs=0.02)
-    assert learning_rate.lr(27, 6) == 1.0  # the middle of a step counts
+    assert plan.lr(27, 6) == 1.0  # the middle of a step counts
 
 
 def test_positions_add_up_to_the_epoch_and_the_last_step_takes_what_is_left() -> None:
-    plan = EpochPlan(TrainConfig(epochs=2, checkpoint_every=1, checkpoint_steps=2), 25, 10)
+    plan = EpochPlan(TrainConfig(epochs=2, checkpoint_every=1, checkpoint_steps=2), 25, 1, 10)
     position, taken = Position(), []
     while not plan.epoch_ended(position):
         position = plan.after_a_step(position)
@@ -108,10 +103,10 @@ def test_positions_add_up_to_the_epoch_and_the_last_step_takes_what_is_left() ->
 
 
 def test_a_checkpoint_is_due_every_so_many_steps_and_epochs_and_at_the_end() -> None:
-    plan = EpochPlan(TrainConfig(epochs=5, checkpoint_every=2, checkpoint_steps=3), 20, 10)
+    plan = EpochPlan(TrainConfig(epochs=5, checkpoint_every=2, checkpoint_steps=3), 20, 1, 10)
     assert [step for step in range(1, 10) if plan.saves(Position(step=step))] == [3, 6, 9]
     assert [n for n in range(1, 6) if plan.saves_epoch(Position(epoch=n, step=2 * n))] == [2, 3, 4, 5]
-    never = EpochPlan(TrainConfig(epochs=5, checkpoint_every=0, checkpoint_steps=0), 20, 10)
+    never = EpochPlan(TrainConfig(epochs=5, checkpoint_every=0, checkpoint_steps=0), 20, 1, 10)
     assert not any(never.saves_epoch(Position(epoch=n, step=2 * n)) or never.saves(Position(step=n)) for n in range(6))
 
 

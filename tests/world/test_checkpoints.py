@@ -52,14 +52,14 @@ def network(shape, classes):
 RECORD = """
 import os, sys
 if "worker" in sys.orig_argv[1]:
-    from ddp_manual.training import sampling
-    share = sampling.share
-    def recorded(order, **where):
-        samples = share(order, **where)
+    from ddp_manual.training.position import EpochPlan
+    share = EpochPlan.share
+    def recorded(*where):
+        samples = share(*where)
         with open(os.environ["RECORD"] + os.environ["RANK"], "a") as file:
             file.write(" ".join(map(str, samples.tolist())) + "\\n")
         return samples
-    sampling.share = recorded
+    EpochPlan.share = recorded
 """
 StartWorld = Callable[..., list[RankProcess]]
 

@@ -31,15 +31,15 @@ StartKept = Callable[..., Kept]
 RECORD = """
 import os, sys, time
 if "worker" in sys.orig_argv[1]:
-    from ddp_manual.training import sampling
-    share = sampling.share
-    def recorded(order, **where):
-        time.sleep(0.3 if where["world_size"] == 2 else 0.01)
-        samples = share(order, **where)
+    from ddp_manual.training.position import EpochPlan
+    share = EpochPlan.share
+    def recorded(plan, order, start, *where):
+        time.sleep(0.3 if plan.world_size == 2 else 0.01)
+        samples = share(plan, order, start, *where)
         with open(os.environ["RECORD"], "a") as file:
-            file.write(" ".join(map(str, [where["start"], where["world_size"], *samples.tolist()])) + "\\n")
+            file.write(" ".join(map(str, [start, plan.world_size, *samples.tolist()])) + "\\n")
         return samples
-    sampling.share = recorded
+    EpochPlan.share = recorded
 """
 
 
