@@ -90,8 +90,6 @@ class Worker:
         self._stack = WorkerStack(faults)
         self._connection: Connection[from_worker.FromWorker] | None = None
         self.children = orphans.Children()
-        if process is not None:
-            orphans.note_own(process)
         self._command = b""
         """How the program was started, as the kernel knows it."""
         self._is_replaced = False
