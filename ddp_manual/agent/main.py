@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import signal
 import sys
 import time
@@ -22,7 +23,6 @@ from msgspec.structs import replace
 from ddp_manual import atomic_files, from_agent, from_worker, messages, orphans, run_folder, signal_handlers
 from ddp_manual.agent.coordinator import stopped_agent
 from ddp_manual.agent.join import Join
-from ddp_manual.agent.launcher_gone import watch_launcher
 from ddp_manual.agent.leave import Leave
 from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.agent.open_files import raise_descriptor_limit
@@ -102,7 +102,7 @@ class Agent:
                 self.print_error(ended.error)
                 return ended
             await self._attach()
-            watch_launcher(self.spec, self._launcher_gone)
+            self._watch_launcher()
             for number in self._signals_before:
                 self.take_signal(number)
             if not isinstance(rank.state, states.Ended):
@@ -321,6 +321,18 @@ class Agent:
                 self._forgetting.cancel()
             within = signal_handlers.ONCE_WITHIN + signal_handlers.SENT_TO_ALL_WITHIN
             self._forgetting = asyncio.get_running_loop().call_later(within, self.witness.forget)
+
+    def _watch_launcher(self) -> None:
+        """Stop this rank once its launcher is gone: an mpirun that is killed leaves the ranks of its host running."""
+
+        def ended() -> None:
+            loop.remove_reader(pidfd)
+            self._launcher_gone(f"{self.spec.started_by} (pid {pid}), which started this rank, is gone")
+
+        if pid := self.spec.launcher_pid:
+            with suppress(AttributeError, OSError):  # an old system, forbidden in a container, or the launcher is gone
+                loop, pidfd = asyncio.get_running_loop(), os.pidfd_open(pid)
+                loop.add_reader(pidfd, ended)
 
     def _launcher_gone(self, why: str) -> None:
         """Stop this rank as SIGHUP does; end it at once if it has not stopped within STOP_WITHIN seconds."""

@@ -29,7 +29,7 @@ from ddp_manual.errors import (
     stopped_by,
     traceback_of,
 )
-from ddp_manual.worker.shared_memory import SHARED_MEMORY
+from ddp_manual.worker.device_and_backend import SHARED_MEMORY
 from ddp_manual.worker.whereabouts import own_traceback
 
 # What torch.save raises on a full disk.

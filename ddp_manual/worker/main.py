@@ -37,7 +37,6 @@ from ddp_manual.worker.explain_errors import (
     was_raised_by_torch,
 )
 from ddp_manual.worker.reporter import Reporter
-from ddp_manual.worker.shared_memory import check_shared_memory
 from ddp_manual.worker.training_loss import LossRecord
 from ddp_manual.worker.whereabouts import raised_at
 from ddp_manual.worker.world import NO_GROUP, World
@@ -123,7 +122,7 @@ class Rank:
             chosen = f"{device} ({self.spec.source('device')}), {backend} ({self.spec.source('backend')})"
             step.detail = f"{chosen}, {counted(gpus, 'GPU')}"
         with self.steps.step("shared memory") as step:
-            check_shared_memory(step, backend, min(gpus, self.spec.world_size))
+            devices.check_shared_memory(step, backend, min(gpus, self.spec.world_size))
         self._chosen = device, backend
         return self._chosen
 
