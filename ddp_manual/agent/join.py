@@ -21,7 +21,7 @@ from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.installed import code_digests, installed_versions
 from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
-from ddp_manual.agent.program_source import ProgramSource, source_once
+from ddp_manual.agent.program_source import ProgramSource, source_of
 from ddp_manual.agent.rank_0_port import listen, refuse_loopback
 from ddp_manual.agent.to_type import status_of_run
 from ddp_manual.agent.torchrun_store import read_torchrun_address, write_torchrun_address
@@ -106,8 +106,6 @@ class Join:
         self._logged: set[str] = set()
         self._waits_here: OwnRank0 | None = None
         """If this is rank 0: what other ranks on this host can read of it while it waits."""
-        self._unacknowledged = 0
-        """Bytes of the hello that rank 0's host has not confirmed within a second."""
 
     async def join(self) -> tuple[RunInfo, Connection[messages.FromRank0]]:
         """Find rank 0, be admitted as a rank of its run, and return that run and the connection to the coordinator.
@@ -152,10 +150,6 @@ class Join:
                 self._run, self.connection = run, there.connection
                 self._roll_call = self._steps.begin("roll call")
                 return run, there.connection
-            if self._unacknowledged:  # rank 0 closed the connection, since the hello has not come
-                self._wait_for_an_answer(where)
-            else:
-                self._waiting.wait_on(*self._search.run_is_over(where, self._waiting.waited))
             self._steps.remove(step)
             await asyncio.sleep(POLL_EVERY)
 
@@ -322,7 +316,7 @@ class Join:
                 step.detail = f"{self.own_address.address} on {self.own_address.source}"
             self.probe_server = await reachability.answer_at(self.own_address.address)
             task = self._task
-            source = source_once(task.source) if task.source else ProgramSource()
+            source = source_of(task.source) if task.source else ProgramSource()
             self.info = replace(
                 self.info,
                 world_size_source=spec.source("world_size"),
@@ -345,7 +339,10 @@ class Join:
         """Ask to be a rank, and return the run once this rank is admitted; None: ask again, over a new connection."""
         info, greeting = await self._describe_this_rank(there.address), there.greeting
         assert greeting is not None
-        self._unacknowledged = 0
+        search, unacknowledged = (
+            self._search,
+            0,
+        )  # bytes of the hello that rank 0's host has not confirmed within a second
         try:
             if greeting.protocol != messages.PROTOCOL:
                 raise ValueError(
@@ -360,10 +357,14 @@ class Join:
                 try:
                     reply = await asyncio.wait_for(connection.receive(), REPLY_WITHIN)
                 except (TimeoutError, asyncio.TimeoutError):
-                    self._unacknowledged = connection.unacknowledged
-                    self._wait_for_an_answer(where)
+                    unacknowledged = connection.unacknowledged
+                    self._waiting.wait_on(*search.unanswered(where, unacknowledged, self._waiting.waited))
                     continue
                 if reply is None or isinstance(reply, messages.Later):
+                    if unacknowledged:  # rank 0 closed the connection, since the hello has not come
+                        self._waiting.wait_on(*search.unanswered(where, unacknowledged, self._waiting.waited))
+                    else:
+                        self._waiting.wait_on(*search.run_is_over(where, self._waiting.waited))
                     return None
                 if isinstance(reply, messages.Refused):
                     raise self.refusal(reply)
@@ -380,9 +381,6 @@ class Join:
         except (msgspec.MsgspecError, ValueError) as reason:
             why = f"{self.info.who} cannot read its answer: {printable(str(reason))}"
             raise other_version(f"rank 0 at {where}", "this rank", why) from None
-
-    def _wait_for_an_answer(self, where: str) -> None:
-        self._waiting.wait_on(*self._search.unanswered(where, self._unacknowledged, self._waiting.waited))
 
     @property
     def _search(self) -> Search:
