@@ -102,7 +102,8 @@ class Join:
         self._waiting = Waiting(spec.join_timeout, (lambda line: None) if task.searches_silently else log)
         self._run: RunInfo
         self._roll_call: Step | None = None
-        self._news: messages.News | None = None
+        self.news: messages.News | None = None
+        """Rank 0's last news of which ranks are here and which are missing."""
         self._logged: set[str] = set()
         self._waits_here: OwnRank0 | None = None
         """If this is rank 0: what other ranks on this host can read of it while it waits."""
@@ -180,15 +181,6 @@ class Join:
             here.cancel()
             other.cancel()
 
-    @property
-    def here(self) -> int:
-        """How many ranks are here, as far as this rank knows."""
-        return self._news.here if self._news else 1
-
-    def refusal(self, message: messages.Refused) -> DdpManualError:
-        """Return the error with which rank 0 refuses this rank."""
-        return self.seal.refusal(message, self.nonce)
-
     def close(self, how_it_ended: Mapping[str, Any]) -> None:
         for one in (self.probe_server, self.connection):
             if one is not None:
@@ -201,12 +193,12 @@ class Join:
 
     def take_news(self, news: messages.News) -> None:
         """Take rank 0's news of which ranks are here and which are missing, and how long rank 0 has waited for them."""
-        if self._news is None or bool(self._news.missing) != bool(news.missing):
+        if self.news is None or bool(self.news.missing) != bool(news.missing):
             # Rank 0's time counts for all ranks, but no rank waits longer than its own time for the missing ones.
             is_own = bool(news.missing) and not news.for_lost
             own = self._spec.join_timeout + news.waited if is_own else news.timeout
             self._waiting = Waiting(min(own, news.timeout), self._log_waiting, news.waited)
-        self._news = news
+        self.news = news
         for warning in news.warnings:
             if warning not in self._logged:
                 self._logged.add(warning)
@@ -219,9 +211,9 @@ class Join:
         Raises:
             RankMissing: the time is up, and rank 0, which may have more time, has not ended this rank.
         """
-        if self._news is None:
+        if self.news is None:
             return
-        news, run = self._news, self._run
+        news, run = self.news, self._run
         of_this_rank = f"rank {self._spec.rank} ("  # another process that was started as this rank
         said = (words for words in (*news.gone, *news.refused) if not words.startswith(of_this_rank))
         not_logged = [words for words in said if words not in self._logged]
@@ -266,7 +258,7 @@ class Join:
 
     def begin_again(self) -> None:
         """Forget rank 0's news of missing ranks, since a new roll call begins; on rank 0, announce that it waits."""
-        self._news = None
+        self.news = None
         if self._waits_here is not None:
             self._waits_here.announce()
 
@@ -367,7 +359,7 @@ class Join:
                         self._waiting.wait_on(*search.run_is_over(where, self._waiting.waited))
                     return None
                 if isinstance(reply, messages.Refused):
-                    raise self.refusal(reply)
+                    raise self.seal.refusal(reply, self.nonce)
                 if isinstance(reply, messages.Welcome):
                     connection.let_send(LONGEST_ANSWER)  # rank 0's own agent reads the roster of all ranks
                     return self.seal.open(reply, self.nonce, _read_run)

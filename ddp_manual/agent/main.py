@@ -155,7 +155,7 @@ class Agent:
     def as_seen_here(self, run: RunInfo) -> tuple[RunInfo, bool]:
         """Return the run, with the path of its folder on this rank, and whether this rank writes into that folder."""
         if self.join.coordinator is not None:  # rank 0 trusts its own copy: ``run`` has been on the network
-            return self.join.coordinator.run, True
+            return self.join.coordinator.protocol.run, True
         own = run_folder.own_run_dir(run.run_dir, self.task.run_dir)
         return (run, False) if own is None else (replace(run, run_dir=own), True)
 
@@ -167,7 +167,7 @@ class Agent:
     def have_it_load(self) -> None:
         """Tell the worker what to load; rank 0's worker hosts torch's store at rank 0's address."""
         spec, task, rank_0 = self.spec, self.task, self.join.coordinator
-        here = (sys.path[0], self.rank.work.started, rank_0.run.address if rank_0 is not None else None)
+        here = (sys.path[0], self.rank.work.started, rank_0.protocol.run.address if rank_0 is not None else None)
         self.worker.send(from_agent.Start(spec.values(), dict(spec.sources), *here, task.program, task.restarts))
 
     def take_place(self, placed: messages.Placed) -> None:
@@ -198,7 +198,7 @@ class Agent:
 
     @property
     def here(self) -> int:
-        return self.join.here
+        return self.join.news.here if self.join.news else 1
 
     @property
     def held_steps(self) -> int:
@@ -226,7 +226,7 @@ class Agent:
             case messages.News():
                 self.join.take_news(message)
             case messages.Refused():
-                self.fail(self.join.refusal(message))
+                self.fail(self.join.seal.refusal(message, self.join.nonce))
             case messages.Line():
                 if self.task.is_news(message.text):
                     self.log(message.text)
@@ -309,10 +309,6 @@ class Agent:
         if isinstance(self.rank.state, states.Ended):  # ``check`` then no longer waits for its worker
             self._leave.hurries = True
         self.protocol.take_signal(number, time.monotonic())
-
-    def give_up(self, error: DdpManualError) -> None:
-        """End this rank with this error if it still waits for other ranks to join."""
-        self.protocol.give_up(error)
 
     def _let_witness_forget(self) -> None:
         """Have the witness forget its signals, once ``pass_on`` can no longer ask about one of them."""

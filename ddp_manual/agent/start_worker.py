@@ -38,9 +38,6 @@ class Starter:
     def __init__(self, program: Program, nproc: int = 0) -> None:
         self._program, self._nproc = program, nproc
 
-    def start_again(self) -> None:
-        """Do nothing: no worker depends on another process."""
-
     def close(self) -> None:
         """Do nothing: the agents end their workers."""
 
@@ -125,12 +122,6 @@ class Forker(Starter):
         with theirs:
             self._process = self._new_python([theirs.fileno()], self._words)
 
-    def start_again(self) -> None:
-        """Start the process that forks again if it was killed, as by the OOM killer; its workers died with it."""
-        if self._process.poll() is not None:
-            self.close()
-            self._fork()
-
     def close(self) -> None:
         self._control.close()
         self._process.kill()
@@ -139,7 +130,9 @@ class Forker(Starter):
     def _begin(self, descriptors: Sequence[int], pipes: Sequence[int], who: Sequence[str]) -> subprocess.Popen[bytes]:
         """Ask the process that forks for a worker, which exists once that process has imported torch; return the
         process that forks."""
-        self.start_again()
+        if self._process.poll() is not None:  # it was killed, as by the OOM killer; its workers died with it
+            self.close()
+            self._fork()
         with suppress(BrokenPipeError):  # the process has just ended; the worker's channel shows that too
             socket.send_fds(self._control, [b"."], [*descriptors, *(pipes or (1, 2))])
         return self._process
