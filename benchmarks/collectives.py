@@ -19,6 +19,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measuring import free_port, interleave, machine
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.worker.collective_recorder import Recorder
 
 # Per step: DDP's all-reduce in the backward pass, and an all-reduce of the loss.
@@ -45,12 +46,11 @@ def measure(rank: int, port: int, repetitions: int, steps: int) -> None:
         return 1e6 * (time.thread_time() - began) / steps
 
     def recorded() -> float:
-        recorder = Recorder(lambda message: None)
-        recorder.start()
+        stop = Recorder(WorldSpec(world_size=2), lambda message: None).start()
         try:
             return train()
         finally:
-            recorder.stop()
+            stop()
 
     train()
     found = interleave({"off": train, "check": recorded}, repetitions)

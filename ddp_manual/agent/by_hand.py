@@ -27,7 +27,6 @@ from ddp_manual.training import checkpoint_files, own_factory
 from ddp_manual.training.options import TrainConfig
 from ddp_manual.wording import duration
 
-PrintError = Callable[[DdpManualError], None]
 TRAINING = Program(
     kind=MODULE, name="ddp_manual.training", prepare="ddp_manual.training.program:prepare", ends_at_once=True
 )
@@ -152,29 +151,26 @@ def _say_rank_0_by_default(spec: WorldSpec) -> None:
 
 def in_this_terminal(spec: WorldSpec, task: Task) -> Ended:
     """Run one rank, and print how it ends."""
+    assert task.program is not None
     began = time.monotonic()
+    starter = Starter(task.program)
+    if task.resumes and spec.on_loss != LEAVE:
+        check_torch_is_installed()
+        # It imports torch beforehand: a worker that replaces another one is then only a fork of that process.
+        starter = Forker(task.program, modules=TRAINING_IMPORTS)
 
     def print_error(error: DdpManualError) -> None:
         terminal.print_error(error, time.monotonic() - began)
 
-    ended = _run_in_this_terminal(spec, task, print_error)
+    with closing(starter):
+        ended = asyncio.run(agent_in_this_terminal(spec, task, starter, print_error).run())
     if ended.error is None:
         terminal.log(f"{task.name or 'training'} finished after {duration(time.monotonic() - began)}")
     return ended
 
 
-def _run_in_this_terminal(spec: WorldSpec, task: Task, print_error: PrintError) -> Ended:
-    if spec.on_loss == LEAVE or not task.resumes:
-        return asyncio.run(agent_in_this_terminal(spec, task, print_error).run())
-    check_torch_is_installed()
-    # ``spare`` imports torch beforehand: a worker that replaces another one is then only a fork of that process.
-    with closing(Forker(TRAINING, modules=TRAINING_IMPORTS)) as spare:
-        return asyncio.run(agent_in_this_terminal(spec, task, print_error, spare).run())
-
-
 def agent_in_this_terminal(
-    spec: WorldSpec, task: Task, print_error: PrintError, starter: Starter | None = None
+    spec: WorldSpec, task: Task, starter: Starter, print_error: Callable[[DdpManualError], None]
 ) -> Agent:
-    assert task.program is not None
-    start_worker = partial((starter or Starter(task.program)).start, spec.rank, spec.world_size)
+    start_worker = partial(starter.start, spec.rank, spec.world_size)
     return Agent(spec, task, start_worker=start_worker, log=terminal.log, print_error=print_error)

@@ -72,10 +72,6 @@ class Coordinator:
         self._working: set[asyncio.Future[None]] = set()
 
     @property
-    def run(self) -> RunInfo:
-        return self.protocol.run
-
-    @property
     def is_being_read(self) -> bool:
         return self.protocol.is_being_read(time.monotonic())
 
@@ -124,11 +120,11 @@ class Coordinator:
     def _take(self, peer: Peer, message: FromRank | FromStranger) -> None:
         self.protocol.take(peer, message, time.monotonic())
         may_gather = self._gathering is None and isinstance(message, Heartbeat)
-        if may_gather and self.run.world_size >= MANY_RANKS and self.protocol.roll_call.works:
+        if may_gather and self.protocol.run.world_size >= MANY_RANKS and self.protocol.roll_call.works:
             self._gathering = asyncio.get_running_loop().call_soon(self._let_heartbeats_pile_up)
 
     def _folder_of(self, so_far: RunSoFar) -> tuple[str | None, bool]:
-        run_dir = own_run_dir(so_far.run_dir, self.protocol.recovery.policy.run_dir) or self.run.run_dir
+        run_dir = own_run_dir(so_far.run_dir, self.protocol.recovery.policy.run_dir) or self.protocol.run.run_dir
         aside = run_dir is not None and holds_another_run(run_dir, so_far.run_id)  # such as on a new host of rank 0
         return f"{run_dir}-{so_far.run_id}" if aside else run_dir, aside
 

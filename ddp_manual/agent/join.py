@@ -21,7 +21,7 @@ from ddp_manual.agent.coordinator import Coordinator
 from ddp_manual.agent.installed import code_digests, installed_versions
 from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
-from ddp_manual.agent.program_source import ProgramSource, source_once
+from ddp_manual.agent.program_source import ProgramSource, source_of
 from ddp_manual.agent.rank_0_port import listen, refuse_loopback
 from ddp_manual.agent.to_type import status_of_run
 from ddp_manual.agent.torchrun_store import read_torchrun_address, write_torchrun_address
@@ -102,12 +102,11 @@ class Join:
         self._waiting = Waiting(spec.join_timeout, (lambda line: None) if task.searches_silently else log)
         self._run: RunInfo
         self._roll_call: Step | None = None
-        self._news: messages.News | None = None
+        self.news: messages.News | None = None
+        """Rank 0's last news of which ranks are here and which are missing."""
         self._logged: set[str] = set()
         self._waits_here: OwnRank0 | None = None
         """If this is rank 0: what other ranks on this host can read of it while it waits."""
-        self._unacknowledged = 0
-        """Bytes of the hello that rank 0's host has not confirmed within a second."""
 
     async def join(self) -> tuple[RunInfo, Connection[messages.FromRank0]]:
         """Find rank 0, be admitted as a rank of its run, and return that run and the connection to the coordinator.
@@ -152,10 +151,6 @@ class Join:
                 self._run, self.connection = run, there.connection
                 self._roll_call = self._steps.begin("roll call")
                 return run, there.connection
-            if self._unacknowledged:  # rank 0 closed the connection, since the hello has not come
-                self._wait_for_an_answer(where)
-            else:
-                self._waiting.wait_on(*self._search.run_is_over(where, self._waiting.waited))
             self._steps.remove(step)
             await asyncio.sleep(POLL_EVERY)
 
@@ -186,15 +181,6 @@ class Join:
             here.cancel()
             other.cancel()
 
-    @property
-    def here(self) -> int:
-        """How many ranks are here, as far as this rank knows."""
-        return self._news.here if self._news else 1
-
-    def refusal(self, message: messages.Refused) -> DdpManualError:
-        """Return the error with which rank 0 refuses this rank."""
-        return self.seal.refusal(message, self.nonce)
-
     def close(self, how_it_ended: Mapping[str, Any]) -> None:
         for one in (self.probe_server, self.connection):
             if one is not None:
@@ -207,12 +193,12 @@ class Join:
 
     def take_news(self, news: messages.News) -> None:
         """Take rank 0's news of which ranks are here and which are missing, and how long rank 0 has waited for them."""
-        if self._news is None or bool(self._news.missing) != bool(news.missing):
+        if self.news is None or bool(self.news.missing) != bool(news.missing):
             # Rank 0's time counts for all ranks, but no rank waits longer than its own time for the missing ones.
             is_own = bool(news.missing) and not news.for_lost
             own = self._spec.join_timeout + news.waited if is_own else news.timeout
             self._waiting = Waiting(min(own, news.timeout), self._log_waiting, news.waited)
-        self._news = news
+        self.news = news
         for warning in news.warnings:
             if warning not in self._logged:
                 self._logged.add(warning)
@@ -225,9 +211,9 @@ class Join:
         Raises:
             RankMissing: the time is up, and rank 0, which may have more time, has not ended this rank.
         """
-        if self._news is None:
+        if self.news is None:
             return
-        news, run = self._news, self._run
+        news, run = self.news, self._run
         of_this_rank = f"rank {self._spec.rank} ("  # another process that was started as this rank
         said = (words for words in (*news.gone, *news.refused) if not words.startswith(of_this_rank))
         not_logged = [words for words in said if words not in self._logged]
@@ -272,7 +258,7 @@ class Join:
 
     def begin_again(self) -> None:
         """Forget rank 0's news of missing ranks, since a new roll call begins; on rank 0, announce that it waits."""
-        self._news = None
+        self.news = None
         if self._waits_here is not None:
             self._waits_here.announce()
 
@@ -322,7 +308,7 @@ class Join:
                 step.detail = f"{self.own_address.address} on {self.own_address.source}"
             self.probe_server = await reachability.answer_at(self.own_address.address)
             task = self._task
-            source = source_once(task.source) if task.source else ProgramSource()
+            source = source_of(task.source) if task.source else ProgramSource()
             self.info = replace(
                 self.info,
                 world_size_source=spec.source("world_size"),
@@ -345,7 +331,10 @@ class Join:
         """Ask to be a rank, and return the run once this rank is admitted; None: ask again, over a new connection."""
         info, greeting = await self._describe_this_rank(there.address), there.greeting
         assert greeting is not None
-        self._unacknowledged = 0
+        search, unacknowledged = (
+            self._search,
+            0,
+        )  # bytes of the hello that rank 0's host has not confirmed within a second
         try:
             if greeting.protocol != messages.PROTOCOL:
                 raise ValueError(
@@ -360,13 +349,17 @@ class Join:
                 try:
                     reply = await asyncio.wait_for(connection.receive(), REPLY_WITHIN)
                 except (TimeoutError, asyncio.TimeoutError):
-                    self._unacknowledged = connection.unacknowledged
-                    self._wait_for_an_answer(where)
+                    unacknowledged = connection.unacknowledged
+                    self._waiting.wait_on(*search.unanswered(where, unacknowledged, self._waiting.waited))
                     continue
                 if reply is None or isinstance(reply, messages.Later):
+                    if unacknowledged:  # rank 0 closed the connection, since the hello has not come
+                        self._waiting.wait_on(*search.unanswered(where, unacknowledged, self._waiting.waited))
+                    else:
+                        self._waiting.wait_on(*search.run_is_over(where, self._waiting.waited))
                     return None
                 if isinstance(reply, messages.Refused):
-                    raise self.refusal(reply)
+                    raise self.seal.refusal(reply, self.nonce)
                 if isinstance(reply, messages.Welcome):
                     connection.let_send(LONGEST_ANSWER)  # rank 0's own agent reads the roster of all ranks
                     return self.seal.open(reply, self.nonce, _read_run)
@@ -380,9 +373,6 @@ class Join:
         except (msgspec.MsgspecError, ValueError) as reason:
             why = f"{self.info.who} cannot read its answer: {printable(str(reason))}"
             raise other_version(f"rank 0 at {where}", "this rank", why) from None
-
-    def _wait_for_an_answer(self, where: str) -> None:
-        self._waiting.wait_on(*self._search.unanswered(where, self._unacknowledged, self._waiting.waited))
 
     @property
     def _search(self) -> Search:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import signal
 import sys
 import time
@@ -22,7 +23,6 @@ from msgspec.structs import replace
 from ddp_manual import atomic_files, from_agent, from_worker, messages, orphans, run_folder, signal_handlers
 from ddp_manual.agent.coordinator import stopped_agent
 from ddp_manual.agent.join import Join
-from ddp_manual.agent.launcher_gone import watch_launcher
 from ddp_manual.agent.leave import Leave
 from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.agent.open_files import raise_descriptor_limit
@@ -63,11 +63,10 @@ class Agent:
         log: Callable[[str], None],
         print_error: Callable[[DdpManualError], None],
     ) -> None:
-        self.spec, self.task, self.log = spec, task, log
+        self.spec, self.task, self.log, self.print_error = spec, task, log, print_error
         self.steps = Steps()
-        self._print_error = print_error
         self._start_worker = start_worker
-        self._join = Join(spec, task, steps=self.steps, log=log)
+        self.join = Join(spec, task, steps=self.steps, log=log)
         self.rank = ThisRank(spec, self, time.monotonic(), chose_folder=task.chose_folder)
         self.protocol = AgentProtocol(self.rank, name=task.name, in_one_terminal=task.in_one_terminal)
         self._signals_before: list[int] = []
@@ -80,12 +79,12 @@ class Agent:
         """The memory with the state of the training, which outlives the worker."""
         self._replacing: asyncio.Task[None] | None = None
         """Ends the worker, and starts another one."""
+        self._ending = Ending(self.rank)
+        self._leave = Leave(self, self._ending)
 
     async def run(self) -> Ended:
         """Run the rank from its first line to its exit code. Raises nothing: the result has the error."""
         rank = self.rank
-        self._ending = Ending(self.spec.rank, lambda: rank.enter(states.Ended(was=rank.state)))
-        self._leave = Leave(self.task, rank, self.protocol, self._ending, self.log, self._print_error)
         rank.work.started = time.monotonic()
         with signal_handlers.handle_in_event_loop(self.take_signal) if self.task.launched is None else nullcontext():
             try:
@@ -100,10 +99,10 @@ class Agent:
                 self._ending.fail(error)
                 ended = await self._ending.wait()
                 assert ended.error is not None
-                self._print_error(ended.error)
+                self.print_error(ended.error)
                 return ended
             await self._attach()
-            watch_launcher(self.spec, self._launcher_gone)
+            self._watch_launcher()
             for number in self._signals_before:
                 self.take_signal(number)
             if not isinstance(rank.state, states.Ended):
@@ -111,8 +110,8 @@ class Agent:
             self._tick()
             ended = await self._ending.wait()
             if ended.error is not None:
-                await self._leave.say_goodbye(ended.error, self._join, self.worker)
-            await self._leave.end(ended.error, self._join, self.worker)
+                await self._leave.say_goodbye(ended.error)
+            await self._leave.end(ended.error)
             self.held.close()
             if self.task.launched is None and self.witness is not None:
                 self.witness.close()
@@ -139,14 +138,14 @@ class Agent:
                     self.protocol.worker_gone(time.monotonic())
 
         await worker.attach(self._ending.guarded(take), gone)
-        self._join.info = replace(self._join.info, pid=worker.pid)
+        self.join.info = replace(self.join.info, pid=worker.pid)
 
     # -- join and start the worker ------------------------------------------------------------------------------------
 
     async def _join_others(self) -> None:
         if self.spec.rank != 0:
             self.protocol.begin()
-        run, connection = await self._join.join()
+        run, connection = await self.join.join()
         self.protocol.joined(run, time.monotonic())
         connection.handle(
             self._ending.guarded(lambda message: self.protocol.take(message, time.monotonic())),
@@ -155,8 +154,8 @@ class Agent:
 
     def as_seen_here(self, run: RunInfo) -> tuple[RunInfo, bool]:
         """Return the run, with the path of its folder on this rank, and whether this rank writes into that folder."""
-        if self._join.coordinator is not None:  # rank 0 trusts its own copy: ``run`` has been on the network
-            return self._join.coordinator.run, True
+        if self.join.coordinator is not None:  # rank 0 trusts its own copy: ``run`` has been on the network
+            return self.join.coordinator.protocol.run, True
         own = run_folder.own_run_dir(run.run_dir, self.task.run_dir)
         return (run, False) if own is None else (replace(run, run_dir=own), True)
 
@@ -167,14 +166,14 @@ class Agent:
 
     def have_it_load(self) -> None:
         """Tell the worker what to load; rank 0's worker hosts torch's store at rank 0's address."""
-        spec, task, rank_0 = self.spec, self.task, self._join.coordinator
-        here = (sys.path[0], self.rank.work.started, rank_0.run.address if rank_0 is not None else None)
+        spec, task, rank_0 = self.spec, self.task, self.join.coordinator
+        here = (sys.path[0], self.rank.work.started, rank_0.protocol.run.address if rank_0 is not None else None)
         self.worker.send(from_agent.Start(spec.values(), dict(spec.sources), *here, task.program, task.restarts))
 
     def take_place(self, placed: messages.Placed) -> None:
         """Tell the worker its place. After a loss, rank 0 writes an entry about it into the run's folder."""
-        self._join.complete(nodes=placed.place.nodes)
-        coordinator, run_dir = self._join.coordinator, self.rank.run_dir
+        self.join.complete(nodes=placed.place.nodes)
+        coordinator, run_dir = self.join.coordinator, self.rank.run_dir
         record = coordinator.protocol.meeting.record if coordinator is not None else None
         if record is not None and run_dir is not None:
             with suppress(DdpManualError):  # the run goes on even if the entry cannot be written
@@ -187,7 +186,7 @@ class Agent:
                 "all ranks are" if place.world_size == whole_world else f"{place.world_size} of {whole_world} ranks are"
             )
             self.log(f"{here} here after {seconds}: starting {self.task.name} as {who}")
-        own = self._join.own_address
+        own = self.join.own_address
         message = from_agent.TakePlace(placed, self.rank.is_own_folder, own.variables, own.wrong_for_nccl)
         self.worker.send(message)
 
@@ -195,11 +194,11 @@ class Agent:
 
     @property
     def info(self) -> RankInfo:
-        return self._join.info
+        return self.join.info
 
     @property
     def here(self) -> int:
-        return self._join.here
+        return self.join.news.here if self.join.news else 1
 
     @property
     def held_steps(self) -> int:
@@ -207,11 +206,11 @@ class Agent:
 
     @property
     def is_connected(self) -> bool:
-        return self._join.connection is not None and not self._join.connection.closed
+        return self.join.connection is not None and not self.join.connection.closed
 
     def send(self, message: messages.FromRank) -> None:
-        if self._join.connection is not None:
-            self._join.connection.send(message)
+        if self.join.connection is not None:
+            self.join.connection.send(message)
 
     def call_at(self, when: float, call: Callable[[float], None]) -> None:
         asyncio.get_running_loop().call_later(when - time.monotonic(), lambda: call(time.monotonic()))
@@ -225,9 +224,9 @@ class Agent:
     def answer(self, message: Answered) -> None:
         match message:
             case messages.News():
-                self._join.take_news(message)
+                self.join.take_news(message)
             case messages.Refused():
-                self.fail(self._join.refusal(message))
+                self.fail(self.join.seal.refusal(message, self.join.nonce))
             case messages.Line():
                 if self.task.is_news(message.text):
                     self.log(message.text)
@@ -236,18 +235,18 @@ class Agent:
             case messages.AskRecords():
                 self.rank.send(self.worker.records.answer(message))
             case messages.Probe():
-                self._ending.in_background(self._join.probe_hosts(message.hosts, message.key))
+                self._ending.in_background(self.join.probe_hosts(message.hosts, message.key))
 
     async def _send_stacks(self) -> None:
         self.rank.send(messages.StacksReply(await self.worker.stack()))
 
     def look_around(self, *, waits: bool) -> None:
         if waits:
-            self._join.log_missing()
+            self.join.log_missing()
         self.worker.records.read()
 
     def forget_news(self) -> None:
-        self._join.begin_again()
+        self.join.begin_again()
 
     def replace_worker(self, number: int) -> None:
         """End the worker and start another one, which goes on from a state that this or another rank holds."""
@@ -277,8 +276,8 @@ class Agent:
 
     def search_again(self, lost_at: float) -> None:
         """Close the connection; once the worker is replaced, look for rank 0 and say hello again."""
-        if self._join.connection is not None:
-            self._join.connection.close()
+        if self.join.connection is not None:
+            self.join.connection.close()
         assert self._replacing is not None
         self._ending.in_background(self._search_again(lost_at, self._replacing))
 
@@ -286,15 +285,15 @@ class Agent:
         run, so_far = self.rank.run, self.rank.so_far
         assert run is not None and so_far is not None
         await asyncio.wait([replacing])
-        self._join.close({})
+        self.join.close({})
         spec = dataclasses.replace(self.spec, join_timeout=run.rejoin_timeout)
         so_far = replace(so_far, held=self._moment())
-        self._join = Join(spec, self.task, steps=self.steps, log=self.log, so_far=so_far, since=lost_at)
-        self._join.info = replace(self._join.info, pid=self.worker.pid)
+        self.join = Join(spec, self.task, steps=self.steps, log=self.log, so_far=so_far, since=lost_at)
+        self.join.info = replace(self.join.info, pid=self.worker.pid)
         await self._join_others()
 
     def leave_in_order(self, within: float) -> None:
-        self._leave.in_order(self._join, within)
+        self._leave.in_order(within)
 
     def stop_leaving(self) -> None:
         self._leave.stop()
@@ -311,10 +310,6 @@ class Agent:
             self._leave.hurries = True
         self.protocol.take_signal(number, time.monotonic())
 
-    def give_up(self, error: DdpManualError) -> None:
-        """End this rank with this error if it still waits for other ranks to join."""
-        self.protocol.give_up(error)
-
     def _let_witness_forget(self) -> None:
         """Have the witness forget its signals, once ``pass_on`` can no longer ask about one of them."""
         if self.witness is not None:
@@ -322,6 +317,18 @@ class Agent:
                 self._forgetting.cancel()
             within = signal_handlers.ONCE_WITHIN + signal_handlers.SENT_TO_ALL_WITHIN
             self._forgetting = asyncio.get_running_loop().call_later(within, self.witness.forget)
+
+    def _watch_launcher(self) -> None:
+        """Stop this rank once its launcher is gone: an mpirun that is killed leaves the ranks of its host running."""
+
+        def ended() -> None:
+            loop.remove_reader(pidfd)
+            self._launcher_gone(f"{self.spec.started_by} (pid {pid}), which started this rank, is gone")
+
+        if pid := self.spec.launcher_pid:
+            with suppress(AttributeError, OSError):  # an old system, forbidden in a container, or the launcher is gone
+                loop, pidfd = asyncio.get_running_loop(), os.pidfd_open(pid)
+                loop.add_reader(pidfd, ended)
 
     def _launcher_gone(self, why: str) -> None:
         """Stop this rank as SIGHUP does; end it at once if it has not stopped within STOP_WITHIN seconds."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -68,12 +69,7 @@ class _Module:
     """The package that its relative imports begin at."""
 
 
-@functools.lru_cache(maxsize=8)
-def source_once(program: Program) -> ProgramSource:
-    """Return what ``source_of`` returns, from a cache: ``launch`` finds it once for all its ranks."""
-    return source_of(program)
-
-
+@functools.lru_cache(maxsize=8)  # ``launch`` needs it for all its ranks
 def source_of(program: Program) -> ProgramSource:
     """Return the digests of a program's script and local modules, and the versions of its packages."""
     if program.kind == EXECUTABLE:
@@ -273,7 +269,7 @@ class _Finder:
 
         @functools.cache
         def take(name: str, is_top: bool) -> None:
-            for part in _with_parents(name):
+            for part in itertools.accumulate(name.split("."), "{}.{}".format):
                 found = self.find(part)
                 if found is None and is_top and _is_installed(part):  # installed where only its own finder finds it
                     tops.setdefault(part, Path())
@@ -337,11 +333,6 @@ def _names_in(statement: str, package: str) -> tuple[tuple[str, bool], ...]:
     parts = [*parts[: len(parts) + 1 - parsed.level], *filter(None, [parsed.module])]
     inside = [(".".join([*parts, alias.name]), False) for alias in parsed.names if alias.name != "*"]
     return ((".".join(parts), True), *inside) if parts else tuple(inside)
-
-
-def _with_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------

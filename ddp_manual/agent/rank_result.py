@@ -13,6 +13,8 @@ from msgspec.structs import asdict
 from ddp_manual.atomic_files import write_json
 from ddp_manual.environment.machine import host_name
 from ddp_manual.errors import DdpManualError, MasterLost, traceback_of
+from ddp_manual.protocol import states
+from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.ranks_and_runs import LastWords, RunInfo, first_command_and, named_from_outside, resume_flags
 from ddp_manual.run_folder import RunPaths, holder_of, holds_another_run
 from ddp_manual.terminal import result_line
@@ -33,43 +35,41 @@ class Ended:
 
 
 class Ending:
-    """The end of one rank: the first result, or the first error of what runs in its event loop.
+    """The end of one rank: the first result, or the first error of what runs in its event loop."""
 
-    Args:
-        come: called as soon as it is known how the rank ends.
-    """
-
-    def __init__(self, rank: int, come: Callable[[], None]) -> None:
-        self._rank, self._come = rank, come
-        self._done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    def __init__(self, rank: ThisRank) -> None:
+        self._rank = rank
+        self._ended: Ended | None = None
+        self._has_come = asyncio.Event()
         self._working: set[asyncio.Task[None]] = set()
 
     async def wait(self) -> Ended:
         """Wait until the rank ends, and return how."""
-        try:
-            return Ended(result=await self._done)
-        except DdpManualError as error:
-            return Ended(error=error)
+        await self._has_come.wait()
+        assert self._ended is not None
+        return self._ended
 
     def finish(self, result: Any) -> None:
         """End the rank with its result, or, if a signal has stopped all ranks in order, with the error Stopped."""
         if isinstance(result, DdpManualError):
             self.fail(result)
-        elif not self._done.done():
-            self._done.set_result(result)
-            self._come()
+        else:
+            self._end(Ended(result=result))
 
     def fail(self, error: BaseException) -> None:
-        if self._done.done():
-            return
         if not isinstance(error, DdpManualError):
             error = MasterLost(
-                f"the agent of rank {self._rank} broke",
+                f"the agent of rank {self._rank.number} broke",
                 why=traceback_of(error),
                 next="start all ranks again; this is a mistake in ddp_manual and worth reporting",
             )
-        self._done.set_exception(error)
-        self._come()
+        self._end(Ended(error=error))
+
+    def _end(self, ended: Ended) -> None:
+        if self._ended is None:
+            self._ended = ended
+            self._rank.enter(states.Ended(was=self._rank.state))
+            self._has_come.set()
 
     def guarded(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
         """Wrap a handler so that an exception that it raises ends the rank."""

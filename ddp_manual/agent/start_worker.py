@@ -9,7 +9,6 @@ import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from ddp_manual.program import EXECUTABLE, Program
 from ddp_manual.rank_output import RankOutput, copies
 
 PROGRAM = Path(__file__).parent.parent / "worker"
-WorkerOf = Callable[[socket.socket, int], Worker]
-"""Returns the worker, given the agent's ends of its channel and of its pipe for faults."""
 
 
 class Starter:
@@ -36,11 +33,10 @@ class Starter:
         nproc: how many workers this host has, each with a session of its own; 0: they belong to this terminal.
     """
 
+    kind = Worker
+
     def __init__(self, program: Program, nproc: int = 0) -> None:
         self._program, self._nproc = program, nproc
-
-    def start_again(self) -> None:
-        """Do nothing: no worker depends on another process."""
 
     def close(self) -> None:
         """Do nothing: the agents end their workers."""
@@ -59,83 +55,39 @@ class Starter:
         (ours, pipes) = zip(*(os.pipe() for _ in ("stdout", "stderr")), strict=True) if output else ((), ())
         with theirs:
             who = [f"rank={rank}", f"of={world_size}"]  # for ps and nvidia-smi
-            worker_of = self._begin([theirs.fileno(), their_faults, held.descriptor], pipes, who)
+            process = self._begin([theirs.fileno(), their_faults, held.descriptor], pipes, who)
         for descriptor in (their_faults, *pipes):
             os.close(descriptor)
-        worker = worker_of(channel, faults)
+        worker = self.kind(process.pid, channel, faults, process)
         worker.copies = copies(ours, output) if output else []
         return worker
 
-    def _begin(self, descriptors: Sequence[int], pipes: Sequence[int], who: Sequence[str]) -> WorkerOf:
-        """Start a process that inherits these descriptors, and the pipes as stdout and stderr."""
-        streams = dict(zip(("stdout", "stderr"), pipes, strict=False))
-        process = self._new_python(descriptors, who, **streams)
-        return partial(Worker, process.pid, process=process)
+    def _begin(self, descriptors: Sequence[int], pipes: Sequence[int], who: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start a process that inherits these descriptors, and the pipes as stdout and stderr; return it."""
+        return self._new_python(descriptors, who, **dict(zip(("stdout", "stderr"), pipes, strict=False)))
 
     def _new_python(self, descriptors: Sequence[int], who: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
         runs = [f"runs={self._program.name}", f"kind={self._program.kind}"]
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True} if self._nproc else {}
         with variables_for_a_rank.clean_variables(self._nproc) if self._nproc else nullcontext():
-            return start_python(PROGRAM, descriptors, [*who, *runs], **{**options, **streams})
-
-
-class Forker(Starter):
-    """Starts workers as forks of a process that imports torch first: see ``worker/__main__.py``.
-
-    Args:
-        modules: what that process imports besides torch, before the first fork.
-    """
-
-    def __init__(self, program: Program, nproc: int = 0, modules: Sequence[str] = ()) -> None:
-        super().__init__(program, nproc)
-        where = [] if nproc else ["in=terminal"]
-        self._words = [f"ranks={nproc or 1}", f"import={','.join(modules)}", *where]
-        self._fork()
-
-    def _fork(self) -> None:
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = self._new_python([theirs.fileno()], self._words)
-        orphans.note_own(self._process)
-
-    def start_again(self) -> None:
-        """Start the process that forks again if it was killed, as by the OOM killer; its workers died with it."""
-        if self._process.poll() is not None:
-            self.close()
-            self._fork()
-
-    def close(self) -> None:
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _begin(self, descriptors: Sequence[int], pipes: Sequence[int], who: Sequence[str]) -> WorkerOf:
-        """Ask the process that forks for a worker, which exists once that process has imported torch."""
-        self.start_again()
-        with suppress(BrokenPipeError):  # the process has just ended; the worker's channel shows that too
-            socket.send_fds(self._control, [b"."], [*descriptors, *(pipes or (1, 2))])
-        return partial(ForkedWorker, self._process)
+            process = start_python(PROGRAM, descriptors, [*who, *runs], **{**options, **streams})
+        orphans.note_own(process)
+        return process
 
 
 class ForkedWorker(Worker):
-    """A worker that exists only once its forker has imported torch; its first message shows that it exists.
-
-    Args:
-        forker: the process that forks it; it ends if it cannot import torch.
-    """
-
-    def __init__(self, forker: subprocess.Popen[bytes], channel: socket.socket, faults: int) -> None:
-        super().__init__(forker.pid, channel, faults)
-        self._forker = forker
+    """A worker that exists only once its forker has imported torch; its first message shows that it exists. Until then
+    ``process`` is the forker, which ends if it cannot import torch."""
 
     async def _watch(self, gone: Callable[[], None]) -> None:
         while not self.said and not self.is_gone:
             await asyncio.sleep(0.01)
+        forker, self._process = self._process, None
         if self.said:
             await super()._watch(gone)
             return
         await asyncio.sleep(LOOK_EVERY)  # the forked child has ended, or the forker is about to end
-        self.status = self._forker.poll()
+        self.status = forker.poll() if forker is not None else None
         self.ended = True
         gone()
 
@@ -148,6 +100,42 @@ class ForkedWorker(Worker):
             await super().end(error, own=own)
         else:  # a worker that is forked later finds the channel closed, and ends
             self.close()
+
+
+class Forker(Starter):
+    """Starts workers as forks of a process that imports torch first: see ``worker/__main__.py``.
+
+    Args:
+        modules: what that process imports besides torch, before the first fork.
+    """
+
+    kind = ForkedWorker
+
+    def __init__(self, program: Program, nproc: int = 0, modules: Sequence[str] = ()) -> None:
+        super().__init__(program, nproc)
+        where = [] if nproc else ["in=terminal"]
+        self._words = [f"ranks={nproc or 1}", f"import={','.join(modules)}", *where]
+        self._fork()
+
+    def _fork(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = self._new_python([theirs.fileno()], self._words)
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _begin(self, descriptors: Sequence[int], pipes: Sequence[int], who: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Ask the process that forks for a worker, which exists once that process has imported torch; return the
+        process that forks."""
+        if self._process.poll() is not None:  # it was killed, as by the OOM killer; its workers died with it
+            self.close()
+            self._fork()
+        with suppress(BrokenPipeError):  # the process has just ended; the worker's channel shows that too
+            socket.send_fds(self._control, [b"."], [*descriptors, *(pipes or (1, 2))])
+        return self._process
 
 
 def check_torch_is_installed() -> None:

@@ -99,17 +99,13 @@ async def _probe(address: str, port: int, greeted_within: float) -> Probe:
     if first.startswith(b'{"type":"greeting"') and (asked or not connection.ended):
         return Probe(address, Answer.BUSY)
     if first:
-        return Probe(address, Answer.STRANGER, _shown(first))
+        return Probe(address, Answer.STRANGER, repr(first.decode("ascii", "backslashreplace"))[1:-1])
     if not connection.ended:
         return Probe(address, Answer.MUTE)
     if not asked:
         return Probe(address, Answer.CLOSED, connection.ended)
     closed = "it closed the connection when it was asked"
     return Probe(address, Answer.STRANGER, closed if connection.ended == CLOSED else connection.ended)
-
-
-def _shown(first: bytes) -> str:
-    return repr(first.decode("ascii", "backslashreplace"))[1:-1]
 
 
 async def find_rank_0(search: Search, addresses: list[str], waiting: Waiting) -> Probe:

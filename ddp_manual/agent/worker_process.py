@@ -90,8 +90,6 @@ class Worker:
         self._stack = WorkerStack(faults)
         self._connection: Connection[from_worker.FromWorker] | None = None
         self.children = orphans.Children()
-        if process is not None:
-            orphans.note_own(process)
         self._command = b""
         """How the program was started, as the kernel knows it."""
         self._is_replaced = False
@@ -177,16 +175,13 @@ class Worker:
 
     async def _watch(self, gone: Callable[[], None]) -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        pidfd = None
-        if hasattr(os, "pidfd_open"):
-            with suppress(OSError):  # gone already, or forbidden in a container
-                pidfd = os.pidfd_open(self.pid)
 
         def end() -> None:  # at once, before the parent of the process collects its status
             self.status = process_status.exit_status(self.pid)
             ended.set()
 
-        if pidfd is not None:
+        with suppress(AttributeError, OSError):  # another system than Linux; gone already, or forbidden in a container
+            pidfd = os.pidfd_open(self.pid)
             loop.add_reader(pidfd, end)
             try:
                 await ended.wait()
@@ -197,7 +192,7 @@ class Worker:
             while self._process.poll() is None:
                 await asyncio.sleep(LOOK_EVERY)
             self.status = self._process.returncode
-        while pidfd is None and self._process is None and not self._look_whether_it_has_ended():
+        while not (ended.is_set() or self._process or self._look_whether_it_has_ended()):
             await asyncio.sleep(LOOK_EVERY)
         await asyncio.sleep(0)  # its last message is read first
         self._stack.read()

@@ -141,8 +141,6 @@ class Ranks:
     async def attempt(self, restarts: int, tell: Tell) -> None:
         """Start all ranks of this host and wait for the last; after a failure our own training goes on from the newest
         checkpoint."""
-        if restarts:
-            self.starter.start_again()
         with ExitStack() as stack:
             self._said.clear()
             self._lines.clear()
@@ -175,7 +173,7 @@ class Ranks:
     def give_up(self, error: DdpManualError) -> None:
         """End the ranks that still wait for others to join."""
         for agent in self.agents:
-            agent.give_up(error)
+            agent.protocol.give_up(error)
 
     def _agent(self, rank: int, config: TrainConfig | None, restarts: int, output: RankOutput) -> Agent:
         # The options of a rank that is started by hand, so that its commands are what a person could type.

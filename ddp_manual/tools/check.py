@@ -14,6 +14,7 @@ from ddp_manual import terminal
 from ddp_manual.agent.by_hand import agent_in_this_terminal
 from ddp_manual.agent.name_lookup import resolve
 from ddp_manual.agent.network_interface import own_address
+from ddp_manual.agent.start_worker import Starter
 from ddp_manual.agent.to_type import LISTENING, rank_command
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine, user_variables
@@ -33,7 +34,9 @@ CHECK_JOIN_TIMEOUT = 30.0
 DEFAULT_OF_CHECK = "check's default"
 SLOW_LOOKUP = 0.5
 # The program of each rank.
-MEASURE = "ddp_manual.tools.measure"
+MEASURE = Program(
+    kind=MODULE, name="ddp_manual.tools.measure", prepare="ddp_manual.tools.measure:prepare", ends_at_once=True
+)
 MARKS = {"ok": "\N{CHECK MARK}", "warning": "!", "failed": "\N{BALLOT X}"}
 
 
@@ -54,17 +57,15 @@ def check(spec: WorldSpec) -> dict[str, Any]:
         sources["join_timeout"] = DEFAULT_OF_CHECK
     variables = user_variables.network_variables()  # the user's own: the agent sets others
     started = time.monotonic()
-    # Ranks that train do not have this option, so that ranks that check cannot join them.
-    options = {"command": ("check", "command")}
-    listening = as_flags({LISTENING: spec.listen_addr})
     checking = Task(
-        program=Program(kind=MODULE, name=MEASURE, prepare=f"{MEASURE}:prepare", ends_at_once=True),
-        options=options,
+        program=MEASURE,
+        # Ranks that train do not have this option, so that ranks that check cannot join them.
+        options={"command": ("check", "command")},
         command=rank_command(spec, "check"),
-        for_rank_0=listening,
+        for_rank_0=as_flags({LISTENING: spec.listen_addr}),
         wait_until_ready=True,
     )
-    agent = agent_in_this_terminal(spec, checking, print_error=lambda error: None)
+    agent = agent_in_this_terminal(spec, checking, Starter(MEASURE), print_error=lambda error: None)
     # Suppressed: the agent raises the same error below, once this host has found out all it can by itself.
     with suppress(MasterUnresolvable), agent.steps.step("names") as step:
         look_up_names(spec, step)

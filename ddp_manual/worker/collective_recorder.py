@@ -35,7 +35,6 @@ from ddp_manual.worker.private_torch import (
     hide_from_dynamo,
     innermost_frames,
     known_of,
-    not_countable,
     operations_of_hooks,
     watch_process_groups,
     wrap_collectives,
@@ -100,8 +99,6 @@ _OF_ONE_TENSOR = {_OPERATIONS[one]: _OPERATIONS[f"{one}_BASE"] for one in ("ALLG
 
 # What a torch unlike the known versions may raise here. Other exceptions come from the program's signal handlers.
 _MISTAKES = (AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
-# Operations that one rank calls for itself, but that gloo counts in its sequence numbers like collectives.
-_NOT_COUNTABLE = ("SEND", "RECV", "RECV_ANYSOURCE", "MONITORED_BARRIER")
 # The mark of an exception that was being handled when the default group was opened, as where that is done in an
 # ``except`` block: it is no reason to close the group.
 _HANDLED = "_handled_at_open"
@@ -114,32 +111,16 @@ class _Order:
         self.identity, self.number, self.chain = identity, 0, 0
 
 
-def record_collectives(spec: WorldSpec, tell: Callable[[FromWorker], None]) -> Callable[[], None]:
-    """From now on, tell the agent which process groups are open, opened and closed, and record their collectives, which
-    the agent counts and compares; with ``--collectives off`` it only counts them.
+class Recorder:
+    """Tells the agent which process groups are open, opened and closed, and records their collectives, which the agent
+    counts and compares; with ``--collectives off`` it only counts them.
 
     Args:
         tell: sends a message to this rank's agent, such as where the memory is.
-
-    Returns:
-        The function that stops the recording. If nobody calls it, the recording ends with the process.
-    """
-    recorder = Recorder(tell, compared=spec.collectives == "check")
-    if spec.world_size > 1:
-        recorder.start()
-    return recorder.stop
-
-
-class Recorder:
-    """Records collectives from ``start`` to ``stop``.
-
-    Args:
-        tell: sends a message to this rank's agent.
-        compared: whether the agent is to compare them with those of other ranks.
     """
 
-    def __init__(self, tell: Callable[[FromWorker], None], *, compared: bool = True) -> None:
-        self._tell, self._compared = tell, compared
+    def __init__(self, spec: WorldSpec, tell: Callable[[FromWorker], None]) -> None:
+        self._tell, self._compared, self._is_alone = tell, spec.collectives == "check", spec.world_size == 1
         self._begun = 0
         self._groups: dict[Any, Callable[..., None] | None] = {}
         """Process group of several ranks -> the function that records its collectives; None if none does."""
@@ -150,15 +131,23 @@ class Recorder:
         self._memory: memoryview | None = None
         self._operations = operations_of_hooks(_OPERATIONS)
 
-    def start(self) -> None:
-        """Share memory with the agent, and record in each process group that is open or that is opened later."""
+    def start(self) -> Callable[[], None]:
+        """Share memory with the agent, and record in each process group that is open or that is opened later.
+
+        Returns:
+            The function that stops the recording. If nobody calls it, the recording ends with the process.
+        """
+        if self._is_alone:
+            return self._undo.close
         _recorders.append(self)
         self._undo.callback(self._forget)
         if self._compared or self._operations:
             self._share()
-        recorded = {} if self._operations or self._memory is None else _OPERATIONS
-        self._undo.enter_context(wrap_collectives({**recorded, **dict.fromkeys(_NOT_COUNTABLE)}, self._called))
+        self._undo.enter_context(
+            wrap_collectives({} if self._operations or self._memory is None else _OPERATIONS, self._called)
+        )
         self._undo.enter_context(watch_process_groups(self._opened, self._closed))
+        return self._undo.close
 
     def _share(self) -> None:
         """Share the memory with the agent."""
@@ -172,10 +161,6 @@ class Recorder:
                 self._tell(NotCompared(first_line(error)))
         else:
             self._tell(RecordsMemory(descriptor, bool(self._operations), self._compared))
-
-    def stop(self) -> None:
-        """Undo ``start``."""
-        self._undo.close()
 
     def _forget(self) -> None:
         _recorders.remove(self)
@@ -231,12 +216,10 @@ class Recorder:
             self._tell(GroupClosed(key, begun, raised, is_broken_collective(error)))
             _unhook(group)
 
-    def _called(self, group: Any, operation: Operation | None, *with_what: Any) -> None:
-        """Record a collective that Python calls (torch without hooks); if ``operation`` is None, mark the group."""
-        if operation is None:
-            not_countable.add(group)
-        elif (record := self._groups.get(group)) is not None:
-            record(operation, *with_what)
+    def _called(self, group: Any, *operation_and_tensors: Any) -> None:
+        """Record a collective that Python calls (torch without hooks)."""
+        if (record := self._groups.get(group)) is not None:
+            record(*operation_and_tensors)
 
     def _recording(self, ranks: Sequence[int], orders: Mapping[str, _Order]) -> Callable[..., None]:
         """Return the function that records the collectives of a process group.

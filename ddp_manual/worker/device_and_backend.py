@@ -1,16 +1,21 @@
-"""Which device and backend a rank uses: chosen before it joins, pinned once it knows its place on the host."""
+"""Which device and backend a rank uses: chosen before it joins, pinned once it knows its place on the host; and whether
+this host has as much shared memory as NCCL needs."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import platform
+import shutil
+import sys
 
 import torch
 import torch.distributed
 
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BackendUnavailable, DeviceMissing
+from ddp_manual.join_steps import Step
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.wording import counted
 
@@ -20,6 +25,9 @@ logger = logging.getLogger(__name__)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_KEPT_BLOCK = 32 << 20
 MOST_KEPT = 1 << 30
+# NCCL's shared-memory transport takes up to about 10 MB for each pair of ranks on a host.
+SHARED_MEMORY_PER_RANK = 32 << 20
+SHARED_MEMORY = "/dev/shm"
 
 
 def choose(spec: WorldSpec) -> tuple[str, str, int]:
@@ -53,6 +61,25 @@ def choose(spec: WorldSpec) -> tuple[str, str, int]:
     if device == "cuda" and spec.local_rank is not None and not _from_launcher(spec):
         _check_gpu(spec.rank, spec.local_rank, gpus)
     return device, backend, gpus
+
+
+def check_shared_memory(step: Step, backend: str, ranks_on_host: int) -> None:
+    """Warn where NCCL may crash with a bus error, since this host has too little shared memory."""
+    if os.path.isdir(SHARED_MEMORY):
+        usage, needed = shutil.disk_usage(SHARED_MEMORY), SHARED_MEMORY_PER_RANK * ranks_on_host
+        step.detail = f"{SHARED_MEMORY}: {usage.free >> 20} of {usage.total >> 20} MB free"
+        if usage.free >= needed:
+            return
+        complaint = (
+            f"{SHARED_MEMORY} has {usage.free >> 20} MB free, and NCCL may need {needed >> 20} MB for {ranks_on_host} "
+            "ranks: start the container with a larger --shm-size, or with --ipc=host"
+        )
+    else:
+        step.detail = f"{SHARED_MEMORY}: none"
+        complaint = f"there is no {SHARED_MEMORY}, which NCCL uses between the ranks of a host"
+    if backend == "nccl" and sys.platform == "linux":
+        step.warn(complaint)
+        logger.warning("%s", complaint)
 
 
 def may_use_cpu(spec: WorldSpec) -> bool:

@@ -29,7 +29,7 @@ from ddp_manual.errors import (
     stopped_by,
     traceback_of,
 )
-from ddp_manual.worker.shared_memory import SHARED_MEMORY
+from ddp_manual.worker.device_and_backend import SHARED_MEMORY
 from ddp_manual.worker.whereabouts import own_traceback
 
 # What torch.save raises on a full disk.
@@ -165,8 +165,11 @@ def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> DdpManua
             why=first_line(error),
             next=_USE_LESS_GPU_MEMORY,
         )
-    if (of_collective := collective_error(error, rank)) is not None:
-        return of_collective
+    if (failed_collective := _failed_collective(error)) is not None:
+        cause, why = _cause(text_of(failed_collective)), f"torch said: {first_line(failed_collective)}"
+        if cause.kind is BackendUnavailable:  # the call that raised it is the reason
+            return _as_error(cause._replace(kind=TrainingFailed), rank, f"{why}\n{traceback_of(error)}")
+        return _as_error(cause, rank, why)
     opened_twice = isinstance(error, ValueError) and "default process group twice" in text_of(error)
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
     no_room = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
@@ -214,17 +217,6 @@ def error_while_joining(error: BaseException, rank: int, why: str) -> DdpManualE
     elif cause is _CAUSES[-1]:
         what, next = "could not open the process group", f"with NCCL {_NCCL_DEBUG}"
         cause = cause._replace(kind=PeerUnreachable, what=what, next=next)
-    return _as_error(cause, rank, why)
-
-
-def collective_error(error: BaseException, rank: int) -> DdpManualError | None:
-    """Return the DdpManualError for torch's error about a collective; None for any other error."""
-    failed = _failed_collective(error)
-    if failed is None:
-        return None
-    cause, why = _cause(text_of(failed)), f"torch said: {first_line(failed)}"
-    if cause.kind is BackendUnavailable:  # the call that raised it is the reason
-        return _as_error(cause._replace(kind=TrainingFailed), rank, f"{why}\n{traceback_of(error)}")
     return _as_error(cause, rank, why)
 
 

@@ -30,14 +30,13 @@ from ddp_manual.ranks_and_runs import ENDED, LEAVING, RUNNING, LastWords, Ready,
 from ddp_manual.wording import counted
 from ddp_manual.worker import device_and_backend as devices
 from ddp_manual.worker import private_torch, process_group, torch_store
-from ddp_manual.worker.collective_recorder import record_collectives
+from ddp_manual.worker.collective_recorder import Recorder
 from ddp_manual.worker.explain_errors import (
     as_ours,
     is_broken_collective,
     was_raised_by_torch,
 )
 from ddp_manual.worker.reporter import Reporter
-from ddp_manual.worker.shared_memory import check_shared_memory
 from ddp_manual.worker.training_loss import LossRecord
 from ddp_manual.worker.whereabouts import raised_at
 from ddp_manual.worker.world import NO_GROUP, World
@@ -123,7 +122,7 @@ class Rank:
             chosen = f"{device} ({self.spec.source('device')}), {backend} ({self.spec.source('backend')})"
             step.detail = f"{chosen}, {counted(gpus, 'GPU')}"
         with self.steps.step("shared memory") as step:
-            check_shared_memory(step, backend, min(gpus, self.spec.world_size))
+            devices.check_shared_memory(step, backend, min(gpus, self.spec.world_size))
         self._chosen = device, backend
         return self._chosen
 
@@ -148,7 +147,7 @@ class Rank:
                 if self._told is None:
                     told = self.meet({})
                     closing.enter_context(variables_for_a_rank.set_rank_variables(told.placed, told.interfaces))
-                    closing.callback(record_collectives(self.spec, self.reporter.send))
+                    closing.callback(Recorder(self.spec, self.reporter.send).start())
                 self.reporter.send(from_worker.Joins())
                 world = self._open(closing, open_group=open_group)
                 try:

@@ -127,6 +127,7 @@ class OpenGroups(NamedTuple):
 _keys: dict[Any, str] = {}
 not_countable: set[Any] = set()
 """The groups in which this rank has begun what gloo counts as collectives, but other ranks need not begin."""
+_NOT_COUNTABLE = ("SEND", "RECV", "RECV_ANYSOURCE", "MONITORED_BARRIER")
 
 
 def open_groups() -> OpenGroups:
@@ -285,22 +286,23 @@ def watch_process_groups(
 def wrap_collectives(wanted: Mapping[str, T], called: Callable[..., None]) -> Iterator[None]:
     """In the body, call ``called(group, wanted[name], inputs, outputs, root, frame)`` before each collective that
     Python begins, for torch before 2.14, which has no hooks: wrap the methods of process groups, which have the hooks'
-    names. Where ``wanted`` has None, call ``called(group, None)``: such an operation is only noted.
+    names. Of an operation in ``_NOT_COUNTABLE``, whatever torch it is, only note the group.
 
     Calls by DDP itself are left out: within its ``join()``, with ``find_unused_parameters=True``, a rank that has
     joined calls ``allreduce`` from Python, the others from C++, which is not recorded.
     """
     group_class = torch._C._distributed_c10d.ProcessGroup
     names = {method: method.strip("_").upper() for method in vars(group_class)}
-    originals = {method: original for method, original in vars(group_class).items() if names[method] in wanted}
+    wrapped = {*wanted, *_NOT_COUNTABLE}
+    originals = {method: original for method, original in vars(group_class).items() if names[method] in wrapped}
 
     def wrap(method: str, original: Any) -> Callable[..., Any]:
-        what = wanted[names[method]]
+        what = wanted.get(names[method])
 
         @functools.wraps(original)
         def collective(group: Any, *arguments: Any, **named: Any) -> Any:
             if what is None:
-                called(group, None)
+                not_countable.add(group)
                 return original.__get__(group)(*arguments, **named)
             tensors = [_flat(one) for one in arguments if isinstance(one, (list, torch.Tensor))]
             inputs, outputs = (tensors[1], tensors[0]) if len(tensors) > 1 else ([*tensors, []][0], [])

@@ -36,7 +36,7 @@ from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.program import MODULE, Program
 from ddp_manual.ranks_and_runs import RUNNING
 from ddp_manual.worker import device_and_backend, holding, join, private_torch
-from ddp_manual.worker.collective_recorder import record_collectives
+from ddp_manual.worker.collective_recorder import Recorder
 from ddp_manual.worker.main import Options, Rank
 from ddp_manual.worker.reporter import Reporter, end_process
 
@@ -72,7 +72,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         torch.set_num_threads(user_variables.cpu_threads(told.placed.place.local_world_size))
         reporter.progress.phase = RUNNING
         reporter.send_beat()
-        record_collectives(rank.spec, reporter.send)
+        Recorder(rank.spec, reporter.send).start()
         private_torch.let_programs_meet_by_themselves(lambda count: reporter.send(from_worker.StartsProcesses(count)))
         # Registered before the program registers any, so that these are called after them.
         atexit.register(gc.unfreeze)  # undoes gc.freeze() before the fork; otherwise libraries report leaks

@@ -272,7 +272,7 @@ class Faults:
 
     def _shrink(self, fault: Fault, rank: Rank) -> bool:
         zero = next((one for one in reversed(self._run.ranks) if one.number == 0 and one.runs and one.agent), None)
-        shell = zero.agent._join.coordinator if zero is not None and zero.agent is not None else None
+        shell = zero.agent.join.coordinator if zero is not None and zero.agent is not None else None
         if zero is None or shell is None or zero.process.frozen:
             return False
         coordinator = shell.protocol

@@ -110,7 +110,7 @@ class Moments:
     @property
     def all_are_known_to_be_done(self) -> bool:
         """Whether rank 0 has heard that all have done their work."""
-        coordinators = (one.agent._join.coordinator for one in reversed(self.run.ranks) if one.runs and one.agent)
+        coordinators = (one.agent.join.coordinator for one in reversed(self.run.ranks) if one.runs and one.agent)
         coordinator = next(filter(None, coordinators), None)
         return coordinator is not None and coordinator.protocol.recovery.watch.health.all_finished
 
@@ -118,7 +118,7 @@ class Moments:
 
     def _seats_can_be_taken(self, zero: Rank) -> None:
         """8: rank 0 gives up the seat of a process whose connection ends, at once, or that is silent for too long."""
-        shell = zero.agent._join.coordinator if zero.agent is not None else None
+        shell = zero.agent.join.coordinator if zero.agent is not None else None
         coordinator = shell.protocol if shell is not None else None
         if coordinator is None or zero.errors or coordinator.failure is not None:
             return

@@ -188,7 +188,7 @@ def patched(run: Run) -> Iterator[None]:
                 "installed_versions": lambda: {"torch": detail("torch ", "2.15"), "python": "3.11"},
                 "code_digests": lambda: {"ddp_manual/agent": detail("other ", "4f2a")},
                 "collective_variables": dict,
-                "source_once": lambda program: join.ProgramSource(),
+                "source_of": lambda program: join.ProgramSource(),
                 "hint": lambda spec: "",
                 "OwnRank0": lambda *_: SimpleNamespace(announce=lambda: None),
             },

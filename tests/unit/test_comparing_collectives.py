@@ -35,6 +35,7 @@ from ddp_manual.protocol.collective_comparison import (
 )
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.search_for_mismatch import RECORDS_WITHIN
+from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import BY_RECORDS, Beat, LastWords, RankInfo, Verdict
 from ddp_manual.wire import as_json, encode_local
 from ddp_manual.worker import collective_recorder as recording
@@ -43,6 +44,7 @@ from ddp_manual.worker.private_torch import hide_from_dynamo
 from tests.runs import run_info
 
 WITHIN = 10.0
+SPEC = WorldSpec(world_size=2)
 
 
 def test_a_worker_whose_memory_cannot_be_read_is_not_compared_and_its_last_words_are_heard() -> None:
@@ -298,8 +300,8 @@ def records_of(*calls: Calls, backend: str = "fake") -> Records:
     backend."""
     told: list[Any] = []
     dist.init_process_group(backend, store=fake_pg.FakeStore(), rank=0, world_size=2)
-    recorder = recording.Recorder(told.append)
-    recorder.start()
+    recorder = recording.Recorder(SPEC, told.append)
+    stop = recorder.start()
     try:
         record = recorder._groups[dist.group.WORLD]
         for call in calls:
@@ -310,7 +312,7 @@ def records_of(*calls: Calls, backend: str = "fake") -> Records:
             read.add_group(asdict(one))
         return read
     finally:
-        recorder.stop()
+        stop()
         dist.destroy_process_group()
 
 
@@ -341,8 +343,7 @@ def test_an_agent_counts_what_is_recorded_of_groups_that_are_open_or_closed_othe
         found.append(read.count({} if hooks else private_torch.open_groups().begun))  # {}: since the last message
 
     told: list[Any] = []
-    recorder = recording.Recorder(told.append)
-    recorder.start()
+    stop = recording.Recorder(SPEC, told.append).start()
     for _ in range(2):
         dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
         dist.new_group([0, 1])
@@ -351,7 +352,7 @@ def test_an_agent_counts_what_is_recorded_of_groups_that_are_open_or_closed_othe
         count(told)
         dist.destroy_process_group()
         count(told)
-    recorder.stop()
+    stop()
     # torch's stand-in for a backend counts nothing; where one rank has sent, what it says does not count.
     ranks = f"{zlib.crc32(b'[0, 1]'):08x}"
     began, end = ({"0": 1, "1": 0}, BY_RECORDS) if hooks else ({"1": 0}, "")
@@ -373,29 +374,27 @@ def test_of_a_default_group_that_is_closed_because_of_an_exception_it_is_said_wh
     error: BaseException, told: tuple[str, bool]
 ) -> None:
     heard: list[Any] = []
-    recorder = recording.Recorder(heard.append)
-    recorder.start()
+    stop = recording.Recorder(SPEC, heard.append).start()
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
     dist.new_group([0, 1])
     try:
         raise error
     except BaseException:
         dist.destroy_process_group()
-    recorder.stop()
+    stop()
     closed = [(one.raised, one.broken) for one in heard if isinstance(one, from_worker.GroupClosed)]
     assert closed == [("", False), told]  # the default group last
 
 
 def test_an_exception_that_was_handled_before_a_group_was_opened_is_no_reason_to_close_it() -> None:
     heard: list[Any] = []
-    recorder = recording.Recorder(heard.append)
-    recorder.start()
+    stop = recording.Recorder(SPEC, heard.append).start()
     try:
         raise FileNotFoundError("config.json")
     except OSError:
         dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
         dist.destroy_process_group()
-    recorder.stop()
+    stop()
     assert [one.raised for one in heard if isinstance(one, from_worker.GroupClosed)] == [""]
 
 

@@ -36,7 +36,7 @@ def write(folder: Path, files: Mapping[str, str]) -> Path:
 
 
 def code_of(name: Path | str, kind: str = SCRIPT) -> Mapping[str, str]:
-    return source_of(Program(kind=kind, name=str(name))).code
+    return source_of.__wrapped__(Program(kind=kind, name=str(name))).code
 
 
 def files_of(name: Path | str, kind: str = SCRIPT) -> list[str]:
@@ -44,7 +44,7 @@ def files_of(name: Path | str, kind: str = SCRIPT) -> list[str]:
 
 
 def packages_of(script: Path) -> Mapping[str, str]:
-    return source_of(Program(kind=SCRIPT, name=str(script))).packages
+    return source_of.__wrapped__(Program(kind=SCRIPT, name=str(script))).packages
 
 
 PACKAGE = {
@@ -107,7 +107,7 @@ def test_of_an_installed_module_its_file_and_its_package_count(tmp_path: Path, m
     write(tmp_path / "site-packages", {"sometool/run.py": "import sometool.part, json\n"})
     monkeypatch.syspath_prepend("")
     monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path / "site-packages")])
-    source = source_of(Program(kind=MODULE, name="sometool.run"))
+    source = source_of.__wrapped__(Program(kind=MODULE, name="sometool.run"))
     assert list(source.code) == ["sometool/run.py"]
     assert source.packages == {"Some-Tool": "1.5"}
 
