@@ -331,10 +331,7 @@ class Join:
         """Ask to be a rank, and return the run once this rank is admitted; None: ask again, over a new connection."""
         info, greeting = await self._describe_this_rank(there.address), there.greeting
         assert greeting is not None
-        search, unacknowledged = (
-            self._search,
-            0,
-        )  # bytes of the hello that rank 0's host has not confirmed within a second
+        search, unacknowledged = self._search, 0  # bytes of the hello that rank 0's host has not confirmed in a second
         try:
             if greeting.protocol != messages.PROTOCOL:
                 raise ValueError(
