@@ -30,8 +30,6 @@ from ddp_manual.wording import duration
 TRAINING = Program(
     kind=MODULE, name="ddp_manual.training", prepare="ddp_manual.training.program:prepare", ends_at_once=True
 )
-# What a process that forks workers for TRAINING imports besides torch, before the first fork.
-TRAINING_IMPORTS = ("ddp_manual.training.program",)
 
 
 def training_task(spec: WorldSpec, config: TrainConfig, launched: str | None = None) -> Task:
@@ -157,7 +155,7 @@ def in_this_terminal(spec: WorldSpec, task: Task) -> Ended:
     if task.resumes and spec.on_loss != LEAVE:
         check_torch_is_installed()
         # It imports torch beforehand: a worker that replaces another one is then only a fork of that process.
-        starter = Forker(task.program, modules=TRAINING_IMPORTS)
+        starter = Forker(task.program)
 
     def print_error(error: DdpManualError) -> None:
         terminal.print_error(error, time.monotonic() - began)

@@ -84,8 +84,10 @@ def source_of(program: Program) -> ProgramSource:
 
 
 def forkable_imports(program: Program) -> list[str]:
-    """Return what a program imports of torch, torchvision and numpy at the top of its main file: modules, or names in
-    modules."""
+    """Return what a process imports besides torch before it forks workers for a program: what the program's main file
+    imports of torch, torchvision and numpy at its top (modules or names in them); of one of ours its own module."""
+    if program.prepare:
+        return [program.prepare.partition(":")[0]]
     try:
         main, _ = _main_module(program)
         text = main.path.read_text("utf-8-sig", "replace")

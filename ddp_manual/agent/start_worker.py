@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_manual import orphans
+from ddp_manual.agent.program_source import forkable_imports
 from ddp_manual.agent.worker_process import LOOK_EVERY, Worker
 from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.environment.start_python import start_python
@@ -103,18 +104,14 @@ class ForkedWorker(Worker):
 
 
 class Forker(Starter):
-    """Starts workers as forks of a process that imports torch first: see ``worker/__main__.py``.
-
-    Args:
-        modules: what that process imports besides torch, before the first fork.
-    """
+    """Starts workers as forks of a process that imports torch first: see ``worker/__main__.py``."""
 
     kind = ForkedWorker
 
-    def __init__(self, program: Program, nproc: int = 0, modules: Sequence[str] = ()) -> None:
+    def __init__(self, program: Program, nproc: int = 0) -> None:
         super().__init__(program, nproc)
         where = [] if nproc else ["in=terminal"]
-        self._words = [f"ranks={nproc or 1}", f"import={','.join(modules)}", *where]
+        self._words = [f"ranks={nproc or 1}", f"import={','.join(forkable_imports(program))}", *where]
         self._fork()
 
     def _fork(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from ddp_manual import orphans, signal_handlers, terminal
 from ddp_manual.agent import by_hand
 from ddp_manual.agent.main import Agent
-from ddp_manual.agent.program_source import check_program, forkable_imports
+from ddp_manual.agent.program_source import check_program
 from ddp_manual.agent.start_worker import Forker, Starter, check_torch_is_installed
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine, user_variables
@@ -128,11 +128,10 @@ class Ranks:
         """Have ``starter``, which starts the workers of this host, in the body. Remove the run's folder after the body
         if the user has not chosen the folder and no rank has trained."""
         job, nproc = self.job, len(self.hosts.ranks)
-        imports = forkable_imports(job.program) if job.program is not None else by_hand.TRAINING_IMPORTS
         program = job.program if job.program is not None else by_hand.TRAINING
         with ExitStack() as stack:
             stack.callback(self._tidy_up)
-            self.starter = Forker(program, nproc, imports) if job.forks else Starter(program, nproc)
+            self.starter = Forker(program, nproc) if job.forks else Starter(program, nproc)
             stack.enter_context(closing(self.starter))
             if job.program is not None:
                 self._witness = stack.enter_context(closing(signal_handlers.Witness(own_session=True)))
