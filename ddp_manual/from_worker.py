@@ -1,4 +1,5 @@
-"""What a worker says to its agent: this module is the whole list. What the agent says is in ``from_agent``.
+"""What a worker says to its agent: ``FromWorker`` is the whole list, with what the agent passes on to rank 0. What the
+agent says is in ``from_agent``.
 
 Both are processes of one rank on one machine, connected by a pair of sockets that nobody else has. Each message is a
 JSON object on a line (``wire.encode_local``), of one of the types below; the docstring of the type says when it is
@@ -14,7 +15,7 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from ddp_manual.join_steps import Step
-from ddp_manual.messages import Message
+from ddp_manual.messages import Finished, Message, StepsDone
 from ddp_manual.ranks_and_runs import JOINING, LARGEST, OPENING, Beat, LastWords, Ready
 from ddp_manual.wire import Read, local_reader_of, printable
 
@@ -231,12 +232,6 @@ class Signalled(Message):
     number: int
 
 
-class StepsDone(Message):
-    """The worker has done so many steps and begins no step after the next one; the reply to ``AskStep``."""
-
-    steps: int
-
-
 class RunFolder(Message):
     """The ranks that train have agreed on the folder of the run."""
 
@@ -249,10 +244,6 @@ class RunFolder(Message):
 
 class Holds(Message):
     """A user's own program has asked for its held state, and so it will hold its state."""
-
-
-class Finished(Message):
-    """The worker has done its work, and still has its process groups open."""
 
 
 class Failed(Message):

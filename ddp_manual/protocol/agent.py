@@ -106,15 +106,15 @@ class AgentProtocol:
             case messages.AskStep() if isinstance(rank.state, states.Placed):
                 self._ask_step()
             case messages.StopAfter() if isinstance(rank.state, states.Placed):
-                rank.tell(from_agent.StopAfter(message.step, message.number, message.ranks))
+                rank.tell(message)
             case messages.Close():
                 if isinstance(rank.state, states.Working):
                     rank.enter(states.Closing())
-                rank.tell(from_agent.Close())
+                rank.tell(message)
             case messages.Rank0Leaves() if isinstance(rank.state, (states.Working, states.Closing)):
                 rank.enter(states.Alone())
                 self._shell.log("rank 0 has finished and left; this rank goes on alone, and nobody watches over it")
-                rank.tell(from_agent.Close())
+                rank.tell(messages.Close())
 
     def _take_place(self, placed: messages.Placed) -> None:
         """Tell the worker its place, with which it begins to work: all ranks have joined."""
@@ -179,8 +179,8 @@ class AgentProtocol:
                 self.signals.worker_handles(Handling.DONE)
             case from_worker.TakesSignals():
                 self.signals.worker_handles(Handling.BY_ITSELF)
-            case from_worker.StepsDone():
-                rank.send(messages.StepsDone(message.steps))
+            case messages.StepsDone():
+                rank.send(message)
             case from_worker.Signalled() if not isinstance(rank.state, states.Ended):
                 self.take_signal(message.number, now, seen_by="script")
             case from_worker.RunFolder():
@@ -189,12 +189,12 @@ class AgentProtocol:
                 self._shell.leave_in_order(math.inf)  # rank 0's worker has torch's store, which others may need
             case _ if isinstance(rank.state, states.Ended):
                 pass  # the end of this rank is explained already
-            case from_worker.Finished():
+            case messages.Finished():
                 if isinstance(rank.state, states.Alone):
-                    rank.tell(from_agent.Close())
+                    rank.tell(messages.Close())
                 else:
                     rank.send_beat()
-                    rank.send(messages.Finished())
+                    rank.send(message)
             case from_worker.Failed():
                 if isinstance(rank.state, states.Looking):  # another worker is started once rank 0 is found
                     self._shell.end_worker()
@@ -248,7 +248,7 @@ class AgentProtocol:
         has_no_result = from_worker.Joins in said and rank.work.result is None  # a program that joins leaves in order
         is_done = status == 0 and not has_no_result
         if is_done or rank.work.result is not None:
-            if from_worker.Finished not in said:  # its process has ended without Python's exit, as by os._exit
+            if messages.Finished not in said:  # its process has ended without Python's exit, as by os._exit
                 rank.send_beat()
                 rank.send(messages.Finished())
                 if rank.number == 0 and rank.spec.world_size > 1:
@@ -336,7 +336,7 @@ class AgentProtocol:
     def _ask_step(self) -> None:
         """Ask the worker how many steps it has done; reply 0 for one that hears nothing, and handles signals itself."""
         if self._shell.worker.hears:
-            self._rank.tell(from_agent.AskStep())
+            self._rank.tell(messages.AskStep())
         else:
             self._rank.send(messages.StepsDone(0))
 

@@ -136,8 +136,8 @@ class StopSignals:
             if isinstance(rank.state, states.Placed):
                 rank.tell(from_agent.Save())
         elif isinstance(rank.state, states.Alone):  # nobody else names a step
-            rank.tell(from_agent.AskStep())
-            rank.tell(from_agent.StopAfter(0, number, [rank.number]))
+            rank.tell(messages.AskStep())
+            rank.tell(messages.StopAfter(0, number, [rank.number]))
         else:
             rank.send(messages.Stopping(number))
 

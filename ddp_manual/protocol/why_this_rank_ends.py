@@ -11,7 +11,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ddp_manual import from_agent, from_worker, messages
+from ddp_manual import from_worker, messages
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import how_a_worker_ended, states, verdict_words
@@ -76,7 +76,7 @@ class Explanation:
             self._shell.fail(error)
             return
         rank.enter(states.Alone())
-        rank.tell(from_agent.Close())
+        rank.tell(messages.Close())
         rank.later((self._shell.worker.until or 0) - rank.now, partial(self._shell.fail, stopped))
 
     def rank_0_is_gone(self, reason: str) -> None:

@@ -20,9 +20,9 @@ from torch.distributed import Store
 from ddp_manual import from_worker, signal_handlers, terminal
 from ddp_manual.deadline import Waiting
 from ddp_manual.errors import BadOption, DataMissing, DdpManualError, PeerGone, Stopped, escaped, from_dict
-from ddp_manual.from_agent import StopAfter
 from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.join_steps import Step
+from ddp_manual.messages import StopAfter
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import ENDED, SAVING, Place
 from ddp_manual.run_folder import own_run_dir

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import from_agent, from_worker
+from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import PeerLost, Stopped, TrainingFailed
 from ddp_manual.held_state_memory import Moment
@@ -114,7 +114,7 @@ class Program:
         self.first_step: float | None = None
         """When it had done its first step."""
         self.interrupted = 0
-        self.stops_after: from_agent.StopAfter | None = None
+        self.stops_after: messages.StopAfter | None = None
         """The step of its own after which all stop."""
         self._is_asked = self._waits_for_step = self._takes_stops = False
         self.saves = self.closes_with_all = False
@@ -208,15 +208,15 @@ class Program:
                 )
             case from_agent.TakePlace() if self.phase == WAITING:
                 self._begin(message.placed)
-            case from_agent.AskStep():
+            case messages.AskStep():
                 self._is_asked = True
-                self.send(from_worker.StepsDone(self._steps_here))
-            case from_agent.StopAfter():
+                self.send(messages.StepsDone(self._steps_here))
+            case messages.StopAfter():
                 self.stops_after = message
                 if self._waits_for_step:
                     self._waits_for_step = False
                     self._after_a_step()
-            case from_agent.Close():
+            case messages.Close():
                 all_are_done = self.group is not None and len(self.group.done) == self.group.size
                 self.closes_with_all = all_are_done and self.run.moments.all_are_known_to_be_done
                 if not self.rank.is_script:
@@ -333,7 +333,7 @@ class Program:
         if not self.rank.is_script:
             self.send(from_worker.TakesNoStops())
         self._say_where()
-        self.later(0.01, lambda: self.send(from_worker.Finished()))
+        self.later(0.01, lambda: self.send(messages.Finished()))
         if self.rank.is_script:
             self.later(0.011, self._wait_to_go) if self.rank.number == 0 else self.later(0.02, partial(self.die, 0))
 

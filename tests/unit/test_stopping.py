@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 
-from ddp_manual import from_agent, from_worker, messages
-from ddp_manual.from_worker import FromWorker, StepsDone
+from ddp_manual import from_worker, messages
+from ddp_manual.from_worker import FromWorker
+from ddp_manual.messages import StepsDone
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
 from ddp_manual.protocol.stop_step import StopStep
@@ -38,10 +39,10 @@ class Ranks:
 
         return tell
 
-    def named(self) -> from_agent.StopAfter:
+    def named(self) -> messages.StopAfter:
         message = self.sent[-1]
         assert isinstance(message, messages.StopAfter)
-        return from_agent.StopAfter(message.step, message.number, message.ranks)
+        return message
 
 
 @pytest.mark.parametrize("done", [(0, 0, 0), (7, 7, 7), (7, 6, 7), (0, 3, 1)])
@@ -90,5 +91,5 @@ def test_a_rank_that_rank_0_has_left_alone_stops_after_its_own_next_step() -> No
     agent = AgentProtocol(rank, name="train.py", in_one_terminal=False)
     agent.take_from_worker(from_worker.TakesStops(), 4.0)
     agent.take_signal(signal.SIGTERM, 6.0)
-    asked = [from_agent.AskStep(), from_agent.StopAfter(0, signal.SIGTERM, [1])]
+    asked = [messages.AskStep(), messages.StopAfter(0, signal.SIGTERM, [1])]
     assert [call.args[0] for call in shell.worker.send.call_args_list] == asked
