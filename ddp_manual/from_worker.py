@@ -8,6 +8,7 @@ sent. It is checked as it is read. Texts, such as the names of files, arrive as 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -214,16 +215,23 @@ class Joins(Message):
     """The program calls ``join``: it will say when it has done its work, and will leave in order."""
 
 
-class TakesStops(Message):
-    """The program takes requests to stop or to save, with all ranks after the same step, in place of signals."""
+class Handling(enum.Enum):
+    """What the worker does about signals."""
+
+    LOADING = "loading"
+    """Its program has not begun: a signal simply ends the rank."""
+    BY_ITSELF = "by itself"
+    """Its program handles them, as any program does."""
+    WITH_ALL = "with all"
+    """It stops with all ranks after the same step, and saves when it is asked to."""
+    DONE = "done"
+    """It has done its part: after a signal, a line says that this rank is leaving."""
 
 
-class TakesNoStops(Message):
-    """The program has done its part: after a signal, a line says that this rank is leaving."""
+class HandlesSignals(Message):
+    """The program does something else about signals from now on."""
 
-
-class TakesSignals(Message):
-    """The program handles its signals itself again."""
+    handling: Handling
 
 
 class Signalled(Message):
@@ -294,8 +302,8 @@ class Noticed(Message):
 
 FromWorker = (
     Born | Attach | Loaded | Doing | RecordsMemory | GroupOpened | GroupClosed | NotCompared | StartsProcesses
-    | ProgramBegins | Replaced | Joins | TakesStops | TakesNoStops | TakesSignals | Signalled | StepsDone | RunFolder
-    | Holds | Finished | Failed | Left | Result | IsQuiet | IsSaving | MayEnd | Noticed
+    | ProgramBegins | Replaced | Joins | HandlesSignals | Signalled | StepsDone | RunFolder | Holds | Finished | Failed
+    | Left | Result | IsQuiet | IsSaving | MayEnd | Noticed
 )  # fmt: skip
 
 read: Read[FromWorker] = local_reader_of(FromWorker)

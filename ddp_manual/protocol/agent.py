@@ -17,7 +17,7 @@ from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import how_a_worker_ended, states, verdict_words
 from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
-from ddp_manual.protocol.stop_signals import Handling, StopSignals
+from ddp_manual.protocol.stop_signals import StopSignals
 from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.protocol.why_this_rank_ends import Explanation
 from ddp_manual.ranks_and_runs import Moment, RunInfo, RunSoFar
@@ -173,12 +173,8 @@ class AgentProtocol:
                 self._shell.log(f"{how_a_worker_ended.STORE_REPLACED}; {how_a_worker_ended.WITHOUT_PYTHON}")
             case from_worker.ProgramBegins():
                 self.signals.program_begins()
-            case from_worker.TakesStops():
-                self.signals.worker_handles(Handling.WITH_ALL)
-            case from_worker.TakesNoStops():
-                self.signals.worker_handles(Handling.DONE)
-            case from_worker.TakesSignals():
-                self.signals.worker_handles(Handling.BY_ITSELF)
+            case from_worker.HandlesSignals(handling):
+                self.signals.worker_handles(handling)
             case messages.StepsDone():
                 rank.send(message)
             case from_worker.Signalled() if not isinstance(rank.state, states.Ended):
@@ -272,7 +268,7 @@ class AgentProtocol:
         if isinstance(rank.state, states.Leaving):  # its work was done, and is begun anew
             self._shell.stop_leaving()
         rank.work = states.Work(started=rank.now)
-        self.signals.worker_handles(Handling.LOADING)
+        self.signals.worker_handles(from_worker.Handling.LOADING)
         self._shell.replace_worker(number)
 
     def worker_ended(self, number: int, held: Moment | None) -> None:

@@ -268,7 +268,7 @@ class Program:
         self.step = step
         if not self.rank.is_script:
             self._takes_stops = True
-            self.send(from_worker.TakesStops())
+            self.send(from_worker.HandlesSignals(from_worker.Handling.WITH_ALL))
         self._say_where()
         self._work()
 
@@ -331,7 +331,7 @@ class Program:
             self.group.done.add(self.place["rank"])
         self.run.note_finished(self)
         if not self.rank.is_script:
-            self.send(from_worker.TakesNoStops())
+            self.send(from_worker.HandlesSignals(from_worker.Handling.DONE))
         self._say_where()
         self.later(0.01, lambda: self.send(messages.Finished()))
         if self.rank.is_script:
@@ -342,7 +342,7 @@ class Program:
         self._is_on_its_way_out = True
         self.send(from_worker.Left())
         if not self.rank.is_script:
-            self.send(from_worker.TakesSignals())
+            self.send(from_worker.HandlesSignals(from_worker.Handling.BY_ITSELF))
             stopped = self._stopped_with
             self.send(from_worker.Result({}, LastWords.of(stopped) if stopped else None))
         if self._may_go or self.rank.number:
