@@ -289,6 +289,16 @@ class RunInfo(Checked):
         ip_address(self.address)
 
     @property
+    def heartbeat_period(self) -> float:
+        """The seconds between heartbeats in both directions: rank 0 reads at most about 4,000 per second."""
+        return max(0.5, self.world_size / 4000)
+
+    @property
+    def silent_after(self) -> float:
+        """The seconds after which a rank counts as silent: one heartbeat may be unsent, another one on its way."""
+        return self.peer_timeout + 2 * self.heartbeat_period
+
+    @property
     def start_again(self) -> str:
         """What to do after the run has ended, as the end of a sentence."""
         if self.run_dir is None or not self.resumes:

@@ -16,7 +16,6 @@ from ddp_manual.errors import DdpManualError
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import how_a_worker_ended, states, verdict_words
 from ddp_manual.protocol.health import Silence
-from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
 from ddp_manual.protocol.stop_signals import StopSignals
 from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.protocol.why_this_rank_ends import Explanation
@@ -349,12 +348,12 @@ class AgentProtocol:
         if passed > rank.run.peer_timeout:  # this process was stopped, perhaps with its whole host
             self._heard = now
         if now >= self._next_beat:
-            self._next_beat = max(self._next_beat + heartbeat_period(rank.run), now)
+            self._next_beat = max(self._next_beat + rank.run.heartbeat_period, now)
             rank.send_beat()
             line = self._silence.look({0: self._heard}, rank.run, now) if passed < 1 else None
             if line is not None:
                 self._shell.log("; ".join(filter(None, (line, self._shell.stopped_rank_0(rank.run)))))
-        if now - self._heard > silent_after(rank.run) and passed < 1:
+        if now - self._heard > rank.run.silent_after and passed < 1:
             if isinstance(rank.state, states.Closing):  # its work is done, and it needs nobody any more
                 rank.enter(states.Alone())
                 self._shell.log("rank 0 is silent; this rank has done its work, and leaves")

@@ -19,7 +19,6 @@ from ddp_manual.errors import DdpManualError, MasterLost, Stopped, traceback_of
 from ddp_manual.protocol import how_a_worker_ended, verdict_words
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
-from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.inquiries import STACKS
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.recovery import Recovery
@@ -311,7 +310,7 @@ class CoordinatorProtocol:
             self._watch.health.restart(now)
         self.handshakes.abort_silent(now)
         if now >= self._next_beat:
-            self._next_beat = now + heartbeat_period(self.run)
+            self._next_beat = now + self.run.heartbeat_period
             for peer in self._peers.values():
                 peer.connection.write(ALIVE)
             if self.failure is None:

@@ -17,7 +17,6 @@ from ddp_manual.on_rank_loss import LEAVE, WAIT
 from ddp_manual.protocol import verdict_words
 from ddp_manual.protocol.compatibility import mismatch
 from ddp_manual.protocol.handshakes import Handshakes, Peer
-from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, unreachable
@@ -202,7 +201,7 @@ class Meeting:
         if self._watch.is_undecided or self._watch.health.has_finished():
             return False
         # Otherwise the last messages of a rank may be unread, such as that it has finished.
-        heard_since = self._now - self._recovery.resumed_at > 2 * heartbeat_period(self._run)
+        heard_since = self._now - self._recovery.resumed_at > 2 * self._run.heartbeat_period
         return heard_since and self._watch.health.late(self._now) is None
 
     def _complete(self) -> None:

@@ -16,7 +16,6 @@ from msgspec.structs import asdict, replace
 from ddp_manual.errors import MasterLost, PeerLost
 from ddp_manual.held_state_memory import Moment
 from ddp_manual.on_rank_loss import SHRINK
-from ddp_manual.protocol.heartbeat_times import silent_after
 from ddp_manual.protocol.verdict_words import verdict_about
 from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.text_wrapping import whole
@@ -165,7 +164,7 @@ class WaitOrShrink:
         shrink_after = math.inf if run.shrink_after is None else run.shrink_after
         shrink_after = 0.0 if run.on_loss == SHRINK else shrink_after
         # Survivors may be on their way to a new rank 0, or back to this one, which they have given up.
-        until_they_are_here = silent_after(run) + SURVIVORS_WITHIN
+        until_they_are_here = run.silent_after + SURVIVORS_WITHIN
         if self.adopted:
             shrink_after = max(shrink_after, until_they_are_here)
         if since_a_stop < until_they_are_here:
