@@ -373,7 +373,3 @@ class Verdict(LastWords):
     """Whether the coordinator or the rank's agent says it about that rank, not the rank itself."""
     is_loss: bool = False
     """Whether that rank is gone, silent or stopped; otherwise it may be one that waits for others."""
-
-    @property
-    def words(self) -> LastWords:
-        return LastWords(self.identifier, self.what, self.why, self.next, self.exit_code)

@@ -308,8 +308,8 @@ class Watch:
         return found is not None
 
     def _end_because_of(self, info: RankInfo, what: str, *, why: str, next: str, kind: str = GONE) -> None:
-        verdict = lost_rank(info, what, why=why, next=f"{next}\nthen {self._roll_call.run.start_again}")
-        self.end_of_work.lose(Loss(verdict, kind))
+        error = lost_rank(info, what, why=why, next=f"{next}\nthen {self._roll_call.run.start_again}")
+        self.end_of_work.lose(Loss(verdict_about(info, LastWords.of(error), is_loss=True), kind))
 
     def _end_because_of_finished(self, rank: int, early: Sequence[int], place: str, now: float) -> None:
         """End the run: ``rank`` is in a call of torch, at ``place``, in which the ranks ``early`` take part no more; or

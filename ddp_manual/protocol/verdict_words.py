@@ -54,9 +54,8 @@ def error_for(rank: int, verdict: Verdict) -> DdpManualError:
     return error
 
 
-def lost_rank(info: RankInfo, what: str, *, why: str, next: str, exit_code: int | None = None) -> Verdict:
-    words = LastWords.of((PeerLost if info.rank else MasterLost)(f"{info.who} {what}", why=why, next=next))
-    return verdict_about(info, words if exit_code is None else replace(words, exit_code=exit_code), is_loss=True)
+def lost_rank(info: RankInfo, what: str, *, why: str, next: str) -> DdpManualError:
+    return (PeerLost if info.rank else MasterLost)(f"{info.who} {what}", why=why, next=next)
 
 
 def closed_because(info: RankInfo, beat: Beat, waiting: int, then: str) -> Verdict:
