@@ -7,7 +7,7 @@ import ipaddress
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, field
@@ -48,8 +48,20 @@ TimeOut = Annotated[float, Meta(gt=0, le=LARGEST)]
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Option = tuple[Any, str]
 """The value of an option that ranks must agree on, and where it comes from, such as a file."""
-Moment = tuple[Count, Count, bool]
-"""The generation and the step of a state that is held: see ``held_state_memory``."""
+
+
+class Moment(NamedTuple):
+    """When a state was held. A later generation counts more than a later step: it has gone on from an agreed step."""
+
+    generation: Count
+    step: Count
+    counts_calls: bool = False
+    """Whether ``step`` counts the calls of ``hold``, as in a program that does not say its own steps."""
+
+    @property
+    def named(self) -> str:
+        """The moment in words, as in: go on ``after step 604``."""
+        return f"after call {self.step} of hold()" if self.counts_calls else f"after step {self.step}"
 
 
 class Checked(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -175,7 +175,7 @@ class CoordinatorProtocol:
             self.handshakes.forget(peer)
         elif self._peers.get(rank) is peer:
             del self._peers[rank]
-            self._watch.gone(rank)
+            self._watch.inquiries.gone(rank)
             reason = printable(reason)
             if peer.left:
                 return
@@ -213,9 +213,9 @@ class CoordinatorProtocol:
                     verdict = verdict_words.verdict_about(self.roll_call.rank_0, about_rank_0, is_loss=True)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
             case messages.StacksReply():
-                self._watch.take_reply(rank, STACKS, message.text, now)
+                self._watch.inquiries.take_reply(rank, STACKS, message.text, now)
             case messages.RecordsReply():
-                self._watch.take_reply(rank, message.number, message, now)
+                self._watch.inquiries.take_reply(rank, message.number, message, now)
             case messages.Probed():
                 state = self.roll_call.state
                 probes = state.probes if isinstance(state, Gathering) else self._watch.probes

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from ddp_manual import messages
 from ddp_manual.errors import PeerLost
@@ -73,9 +72,9 @@ class Watch:
         self._info = roll_call.info
         self._peers = peers
         self._broken: list[Broken] = []
-        self._inquiries = Inquiries(peers)
+        self.inquiries = Inquiries(peers)
         self.end_of_work = EndOfWork(roll_call, peers, self.health, self.send_to_all)
-        self.mismatch_search = MismatchSearch(roll_call, self._inquiries, self.end_of_work)
+        self.mismatch_search = MismatchSearch(roll_call, self.inquiries, self.end_of_work)
         self._said_stall: Stall | None = None
         self.probes: Probes | None = None
         """The probes of the network, while all ranks wait in a collective for longer than most steps take."""
@@ -93,7 +92,7 @@ class Watch:
 
     def check(self, now: float) -> None:
         """Decide what is due: inquiries whose time is up, who broke a collective, who closes process groups."""
-        self._inquiries.check(now)
+        self.inquiries.check(now)
         if self.end_of_work.failure is None and self._roll_call.works:
             if self._broken and now >= self._broken[0].judged_at:
                 broken, self._broken = self._broken, []  # one collective that broke on several ranks is one loss
@@ -143,14 +142,14 @@ class Watch:
         if health.late(now) is None and (vain := health.waiting_in_vain(now, IN_VAIN)):
             early = health.finished_before(vain[0]) or health.finished
             self._end_because_of_finished(vain[0], early, health.beat(vain[0]).place, now)
-        elif WHERE_ARE_THEY_STUCK not in self._inquiries and (stall := self._find_stall(now)) is not None:
+        elif WHERE_ARE_THEY_STUCK not in self.inquiries and (stall := self._find_stall(now)) is not None:
             beats = {rank: health.beat(rank) for rank in stall.waiting}
             ranks = stall.behind[:MOST_NAMED] or one_per_place(stall, beats)
             self.ask_for_stacks(WHERE_ARE_THEY_STUCK, ranks, partial(self._end_because_of_stall, stall), now)
         else:
             stall = self._find_stall(now, STALL_LINE)
             self._say_that_ranks_wait(stall, now)
-            if stall is None and WHERE_ARE_THEY_STUCK not in self._inquiries:
+            if stall is None and WHERE_ARE_THEY_STUCK not in self.inquiries:
                 self.probes = None
 
     def _find_stall(self, now: float, longer_than: float | None = None) -> Stall | None:
@@ -240,7 +239,7 @@ class Watch:
 
     def stop(self, now: float) -> None:
         """Decide nothing any more: the ranks begin anew, with another watch. Observers get the stacks that are here."""
-        self._inquiries.end(now, without=(DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK))
+        self.inquiries.end(now, without=(DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK))
 
     def end_because_of_gone(self, rank: int, reason: str) -> None:
         """End the run because the connection to a rank's agent has ended: so has the agent, or its host."""
@@ -361,11 +360,4 @@ class Watch:
 
     def ask_for_stacks(self, answers: object, ranks: Iterable[int], then: Then, now: float) -> None:
         """Ask for the stacks of those of these ranks whose agents reply in time."""
-        self._inquiries.ask(answers, STACKS, ranks, messages.AskStacks(), STACKS_WITHIN, then, now)
-
-    def take_reply(self, rank: int, number: int, reply: Any, now: float) -> None:
-        self._inquiries.take_reply(rank, number, reply, now)
-
-    def gone(self, rank: int) -> None:
-        """Await no reply from a rank whose connection has ended."""
-        self._inquiries.gone(rank)
+        self.inquiries.ask(answers, STACKS, ranks, messages.AskStacks(), STACKS_WITHIN, then, now)

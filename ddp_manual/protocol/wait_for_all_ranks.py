@@ -123,7 +123,7 @@ class Meeting:
             self._peers[rank] = peer
             so_far = self._roll_call.info(rank).goes_on
             held = so_far.held if so_far is not None else None
-            self._policy.take_held(rank, held, held[1] if held is not None else 0)
+            self._policy.take_held(rank, held, held.step if held is not None else 0)
         if self._line_for_rank_0 and 0 in self._peers:  # whose own hello may come later than that of another rank
             self._peers[0].connection.send(messages.Line(self._line_for_rank_0))
             self._line_for_rank_0 = ""

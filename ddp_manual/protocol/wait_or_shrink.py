@@ -14,10 +14,9 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from ddp_manual.errors import MasterLost, PeerLost
-from ddp_manual.held_state_memory import Moment
 from ddp_manual.on_rank_loss import SHRINK
 from ddp_manual.protocol.verdict_words import verdict_about
-from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
+from ddp_manual.ranks_and_runs import LastWords, Moment, RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wording import as_ranges, counted, in_words
 
@@ -120,9 +119,9 @@ class WaitOrShrink:
         self.count += len(lost)
         self._tries.clear()
 
-    def take_held(self, rank: int, held: tuple[int, int] | tuple[int, int, bool] | None, steps_done: int) -> None:
+    def take_held(self, rank: int, held: Moment | None, steps_done: int) -> None:
         """Note which state a rank holds, and how many steps it has done."""
-        self.held[rank] = Moment(*held) if held is not None else None
+        self.held[rank] = held
         if self._pause is not None:
             self._pause.steps_done = max(self._pause.steps_done, steps_done)
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import PeerLost, Stopped, TrainingFailed
-from ddp_manual.held_state_memory import Moment
 from ddp_manual.messages import Placed
-from ddp_manual.ranks_and_runs import LEAVING, Beat, LastWords, Ready
+from ddp_manual.ranks_and_runs import LEAVING, Beat, LastWords, Moment, Ready
 from ddp_manual.wire import encode_local
 from tests.simulation.network import EMPTY
 

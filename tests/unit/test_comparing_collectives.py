@@ -145,7 +145,7 @@ def test_all_ranks_that_crash_before_it_is_known_whether_their_calls_differ_are_
     assert not watch.take_lost() and watch.mismatch_search.waiting
     number = sent[-1].number
     for rank in range(2):
-        watch.take_reply(rank, number, reply((1, 5)), 1.1)
+        watch.inquiries.take_reply(rank, number, reply((1, 5)), 1.1)
     lost = watch.take_lost()
     last = "ranks 0 and 1 began last the 1st of the default group, barrier at a.py:1"
     assert {rank: loss.verdict.why for rank, loss in lost.items()} == {

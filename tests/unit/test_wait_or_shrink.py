@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from ddp_manual import held_state_memory
 from ddp_manual.errors import BadOption
 from ddp_manual.from_worker import Progress
-from ddp_manual.held_state_memory import HeldMemory, Moment
+from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.memory_cgroup import memory_left
 from ddp_manual.messages import Losses, Placed
 from ddp_manual.on_rank_loss import WAIT
 from ddp_manual.protocol.wait_or_shrink import MOST_WITHOUT_A_STEP, WaitOrShrink
-from ddp_manual.ranks_and_runs import Place, RankInfo, Verdict
+from ddp_manual.ranks_and_runs import Moment, Place, RankInfo, Verdict
 from ddp_manual.run_folder import holds_another_run
 from ddp_manual.training import held_state
 from ddp_manual.training.held_state import Holder, describe, read, rebuild
@@ -66,11 +66,11 @@ def test_a_rank_that_is_lost_again_and_again_without_a_step_in_between_ends_the_
     policy = begun()
     for time in range(1 if own_code else MOST_WITHOUT_A_STEP):
         policy.begin({2: GONE}, 10.0 * time, own_code=[2] if own_code else [])
-        policy.take_held(0, (time, 5), 5)
+        policy.take_held(0, Moment(time, 5), 5)
         assert policy.refusal([2], [0]) is None
         policy.complete(KEEPS, here(0, 1, 2), 10.0 * time)
     policy.begin({2: GONE}, 100.0, own_code=[2] if own_code else [])
-    policy.take_held(0, (0, 5), 5)
+    policy.take_held(0, Moment(0, 5), 5)
     refusal = policy.refusal([2], [0])
     assert refusal is not None and "after step 5: no step was done in between" in refusal.why
 
@@ -79,7 +79,7 @@ def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own
     policy, refused = begun(), []
     for step in range(10):
         policy.begin({2: GONE}, 0.0, own_code=[2] if step > 4 else [])
-        policy.take_held(0, (step, step), step)
+        policy.take_held(0, Moment(step, step), step)
         refused.append(policy.refusal([2], [0]) is not None)
         policy.complete(KEEPS, here(0, 1, 2), 0.0)
     assert refused[:7] == [False] * 7 and refused[7]
