@@ -233,7 +233,7 @@ class CoordinatorProtocol:
                 teller, without = self.roll_call.info(rank), [rank]
                 if self.run.launched:  # the ranks of its host share its terminal
                     without = [info.rank for info in self.roll_call.infos() if info.host_id == teller.host_id]
-                self._watch.send_to_all(messages.Line(f"{teller.who}: {printable(text)}"), without)
+                self._peers.send_to_all(messages.Line(f"{teller.who}: {printable(text)}"), without)
             case messages.Leaves(words, at_work):
                 if at_work and self.recovery.works(rank):
                     verdict = verdict_words.verdict_about(self.roll_call.info(rank), words, judged=False)
@@ -333,7 +333,7 @@ class CoordinatorProtocol:
         line, silent = self._silence.look(self._watch.heard(), self.run, now), self._silence.named
         if line is not None:
             stopped = filter(None, map(self.roll_call.stopped, silent))
-            self._watch.send_to_all(messages.Line("; ".join([line, *stopped])), without=silent)
+            self._peers.send_to_all(messages.Line("; ".join([line, *stopped])), without=silent)
 
     # -- observers ---------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_manual import messages
-from ddp_manual.protocol.handshakes import Peer
+from ddp_manual.protocol.handshakes import Peers
 
 # The number of each request for stacks; no other request has it.
 STACKS = 0
@@ -29,13 +29,9 @@ class Inquiry:
 
 
 class Inquiries:
-    """The open inquiries. The key of each is the question that it answers, or the observer that has asked.
+    """The open inquiries. The key of each is the question that it answers, or the observer that has asked."""
 
-    Args:
-        peers: the connections of the ranks, as the coordinator keeps them.
-    """
-
-    def __init__(self, peers: Mapping[int, Peer]) -> None:
+    def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._inquiries: dict[object, Inquiry] = {}
 

@@ -7,13 +7,13 @@ decide. ``end_or_begin_anew.py`` decides what a loss leads to, ``verdict_words.p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from ddp_manual import messages
 from ddp_manual.errors import PeerLost
 from ddp_manual.protocol.end_or_begin_anew import AWAITED, BROKEN, GONE, OWN_CODE, SILENT, EndOfWork, Loss
-from ddp_manual.protocol.handshakes import Peer
+from ddp_manual.protocol.handshakes import Peers
 from ddp_manual.protocol.health import Health
 from ddp_manual.protocol.inquiries import STACKS, Inquiries, Then
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
@@ -24,7 +24,6 @@ from ddp_manual.protocol.verdict_words import closed_because, lost_rank, one_per
 from ddp_manual.protocol.watched_rank import began_fewer
 from ddp_manual.ranks_and_runs import Beat, LastWords, RankInfo, Verdict
 from ddp_manual.text_wrapping import whole
-from ddp_manual.wire import encode
 from ddp_manual.wording import as_ranges, in_words
 
 STACKS_WITHIN = 2.0
@@ -59,21 +58,16 @@ class Broken:
 
 
 class Watch:
-    """Watches the ranks that have joined.
+    """Watches the ranks that have joined. ``now`` is the time on rank 0's monotonic clock."""
 
-    Args:
-        peers: the connections of the ranks, as the coordinator keeps them.
-        now: rank 0's monotonic clock.
-    """
-
-    def __init__(self, roll_call: RollCall, peers: Mapping[int, Peer], now: float) -> None:
+    def __init__(self, roll_call: RollCall, peers: Peers, now: float) -> None:
         self.health = Health(roll_call.run, now)
         self._roll_call = roll_call
         self._info = roll_call.info
         self._peers = peers
         self._broken: list[Broken] = []
         self.inquiries = Inquiries(peers)
-        self.end_of_work = EndOfWork(roll_call, peers, self.health, self.send_to_all)
+        self.end_of_work = EndOfWork(roll_call, peers, self.health)
         self.mismatch_search = MismatchSearch(roll_call, self.inquiries, self.end_of_work)
         self._said_stall: Stall | None = None
         self.probes: Probes | None = None
@@ -123,7 +117,7 @@ class Watch:
         for rank in self._first_of(stopped, "stopped"):
             info = self._info(rank)
             go_on = f"on {info.host}, kill -CONT {info.pid} lets it go on"
-            self.send_to_all(messages.Line(f"{info.who} is stopped: {health.beat(rank).stopped}; {go_on}"))
+            self._peers.send_to_all(messages.Line(f"{info.who} is stopped: {health.beat(rank).stopped}; {go_on}"))
         if not self._roll_call.works:
             return
         if self._end_because_of_silent(now) or self._end_because_of_stopped(now, self._roll_call.run.peer_timeout):
@@ -131,7 +125,7 @@ class Watch:
         for rank in self._first_of(health.newly("debugging"), "in a debugger"):
             where = health.beat(rank).place or "a line of its own"
             line = f"{self._info(rank).who} is in a debugger, on {where}: the other ranks wait for it"
-            self.send_to_all(messages.Line(line), without=[rank])
+            self._peers.send_to_all(messages.Line(line), without=[rank])
         slow = {rank: (seconds, median) for rank, seconds, median in health.newly_slow(now)}
         for rank in self._first_of([*slow], "slow", only=0):
             seconds, median = slow[rank]
@@ -165,7 +159,7 @@ class Watch:
         """
         if others := ranks[MOST_LINES:]:
             line = messages.Line(f"{in_words(as_ranges(others))} are {state}, as are others")
-            self.send_to_all(line, without=() if only is None else {*self._peers} - {only})
+            self._peers.send_to_all(line, without=() if only is None else {*self._peers} - {only})
         return ranks[:MOST_LINES]
 
     def _say_that_ranks_wait(self, stall: Stall | None, now: float) -> None:
@@ -173,7 +167,8 @@ class Watch:
         if stall is not None and self._said_stall is None:
             if (cut := self._cut(stall, now)) is None:
                 return
-            self.send_to_all(messages.Line(self._who_waits(stall) + (f"; {unreachable(cut).what}" if cut else "")))
+            apart = f"; {unreachable(cut).what}" if cut else ""
+            self._peers.send_to_all(messages.Line(self._who_waits(stall) + apart))
         self._said_stall = stall
 
     def _cut(self, stall: Stall, now: float) -> Sequence[Pair] | None:
@@ -342,12 +337,6 @@ class Watch:
             infos = {info.rank: info for info in self._roll_call.infos()}
             verdict = stalled(infos, now_stalled, beats, stacks, self._roll_call.run.start_again, cut)
             self.mismatch_search.lose_unless_mismatch(Loss(verdict, AWAITED), now)
-
-    def send_to_all(self, message: messages.Message, without: Collection[int] = ()) -> None:
-        line, without = encode(message), frozenset(without)
-        for rank, peer in self._peers.items():
-            if rank not in without:
-                peer.connection.write(line)
 
     # -- what is asked, and what agents reply ----------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ddp_manual import messages
 from ddp_manual.protocol.end_or_begin_anew import BROKEN, OWN_CODE, SILENT, Loss
-from ddp_manual.protocol.handshakes import Peer
+from ddp_manual.protocol.handshakes import Peer, Peers
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.run_states import Working
@@ -33,15 +33,14 @@ class Recovery:
 
     def __init__(self, roll_call: RollCall, policy: WaitOrShrink, now: float) -> None:
         self.policy = policy
-        self.peers: dict[int, Peer] = {}
-        """Rank -> its connection."""
+        self.peers = Peers()
         self.now = now
         """When what is being handled came, or was due."""
         self.resumed_at = -math.inf
         """When this process last ran again after it was stopped for long: the other ranks may have given it up."""
         self.watch = Watch(roll_call, self.peers, now)
         """Who watches the ranks: another one each time that all begin anew."""
-        self.stop_step = StopStep(self.watch.send_to_all)
+        self.stop_step = StopStep(self.peers)
         self._roll_call = roll_call
 
     @property
@@ -123,7 +122,7 @@ class Recovery:
         now, at_work = self.now, self.at_work
         self.watch.stop(now)
         self.watch = Watch(self._roll_call, self.peers, now)
-        self.stop_step = StopStep(self.watch.send_to_all)
+        self.stop_step = StopStep(self.peers)
         self._roll_call.begin_again(at_work, now - missing_for, self._run.rejoin_timeout)
         self.policy.begin(lost, now, back, replaced=at_work, own_code=own_code)
         for rank in at_work:
@@ -162,4 +161,4 @@ class Recovery:
         if (refusal := self.policy.refusal(restarted, here)) is not None:
             self.watch.end_of_work.end_the_run(refusal)
         elif (line := self.policy.kept(self._run, here, self._roll_call.missing, self._roll_call.left_out)) is not None:
-            self.watch.send_to_all(messages.Line(line))
+            self.peers.send_to_all(messages.Line(line))

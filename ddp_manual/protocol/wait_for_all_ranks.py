@@ -221,7 +221,7 @@ class Meeting:
         self._roll_call.complete(now)
         if gone_on is not None:
             line, self.record = gone_on
-            self._watch.send_to_all(messages.Line(line))
+            self._peers.send_to_all(messages.Line(line))
             self._watch.end_of_work.newcomers = newcomers
         _, source = self._policy.newest(places)
         self._watch.health.restart(now)
@@ -287,7 +287,7 @@ class Meeting:
         elif self._policy.newest(self._roll_call.members)[0] is None:
             self.refuse_all(never_taken.error())
         else:
-            self._watch.send_to_all(messages.Expired(never_taken))
+            self._peers.send_to_all(messages.Expired(never_taken))
             self._roll_call.stopping.update(self._roll_call.members)
             self._recovery.shrink_if_due()
 
@@ -296,4 +296,4 @@ class Meeting:
         assert isinstance(state, Gathering)
         self._roll_call.changed = False
         waited, news = self._now - state.since, self._roll_call.news()
-        self._watch.send_to_all(replace(news, waited=waited, timeout=state.limit, for_lost=for_lost))
+        self._peers.send_to_all(replace(news, waited=waited, timeout=state.limit, for_lost=for_lost))

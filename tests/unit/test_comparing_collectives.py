@@ -33,6 +33,7 @@ from ddp_manual.protocol.collective_comparison import (
     Difference,
     Seen,
 )
+from ddp_manual.protocol.handshakes import Peers
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.search_for_mismatch import RECORDS_WITHIN
 from ddp_manual.ranks_and_runs import BY_RECORDS, Beat, LastWords, RankInfo, Verdict
@@ -126,7 +127,7 @@ def watched(size: int = 2, **options: Any) -> tuple[Watch, list[Any]]:
     roll_call: Any = SimpleNamespace(run=run, info=infos.__getitem__, infos=lambda: infos, works=True)
     roll_call.hear, roll_call.stopped = (lambda rank, now: None), (lambda rank: "")
     peer: Any = SimpleNamespace(connection=SimpleNamespace(send=sent.append, write=sent.append), left=False)
-    watch = Watch(roll_call, dict.fromkeys(range(size), peer), 0.0)
+    watch = Watch(roll_call, Peers.fromkeys(range(size), peer), 0.0)
     for rank in range(size):
         watch.hear(rank, Beat(calls={"g": [1, 5]}), 0.0)
     return watch, sent

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from ddp_manual.from_worker import Progress
 from ddp_manual.protocol import verdict_words
+from ddp_manual.protocol.handshakes import Peers
 from ddp_manual.protocol.health import SLOW_FOR, Health
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.stalls import Stall
@@ -302,7 +303,7 @@ def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may(counts: dic
     roll_call.members = {rank: SimpleNamespace(heard=0.0) for rank in counts}
     write = lambda line: sent.append(json.loads(line)["text"])  # noqa: E731
     peers = {rank: SimpleNamespace(left=False, connection=SimpleNamespace(write=write)) for rank in counts}
-    watch = Watch(roll_call, peers, 0.0)  # type: ignore[arg-type]
+    watch = Watch(roll_call, Peers(peers), 0.0)  # type: ignore[arg-type]
     for rank in {*range(run.world_size)} - counts.keys():
         watch.health.finish(rank)
         watch.health.leave(rank)

@@ -26,7 +26,7 @@ class Ranks:
 
     def __init__(self, done: tuple[int, ...]) -> None:
         self.sent: list[messages.FromRank0] = []
-        self.step = StopStep(self.sent.append)
+        self.step = StopStep(mock.Mock(send_to_all=self.sent.append))
         self.stops = [Stops(partial(self.told, rank), self.named) for rank in range(len(done))]
         for stops, steps in zip(self.stops, done, strict=True):
             for _ in range(steps):
