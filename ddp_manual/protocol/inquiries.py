@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,19 +38,11 @@ class Inquiries:
     def __contains__(self, answers: object) -> bool:
         return answers in self._inquiries
 
-    def ask(
-        self,
-        answers: object,
-        number: int,
-        ranks: Iterable[int],
-        request: messages.Message,
-        within: float,
-        then: Then,
-        now: float,
-    ) -> None:
-        """Ask those of ``ranks`` that are here; send no request to a rank that still owes a reply to the same one."""
-        asked = {rank for one in self._inquiries.values() if one.number == number for rank in one.awaited}
-        inquiry = self._inquiries[answers] = Inquiry(number, {*ranks} & self._peers.keys(), now + within, then)
+    def ask(self, answers: object, inquiry: Inquiry, request: messages.Message, now: float) -> None:
+        """Ask those of its ranks that are here; send no request to a rank that still owes a reply to the same one."""
+        asked = {rank for one in self._inquiries.values() if one.number == inquiry.number for rank in one.awaited}
+        inquiry.awaited.intersection_update(self._peers)
+        self._inquiries[answers] = inquiry
         for rank in inquiry.awaited - asked:
             self._peers[rank].connection.send(request)
         self._end_if_over(answers, now)

@@ -15,7 +15,7 @@ from ddp_manual.errors import PeerLost
 from ddp_manual.protocol.end_or_begin_anew import AWAITED, BROKEN, GONE, OWN_CODE, SILENT, EndOfWork, Loss
 from ddp_manual.protocol.handshakes import Peers
 from ddp_manual.protocol.health import Health
-from ddp_manual.protocol.inquiries import STACKS, Inquiries, Then
+from ddp_manual.protocol.inquiries import STACKS, Inquiries, Inquiry, Then
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.search_for_mismatch import DO_CALLS_DIFFER, MismatchSearch
@@ -349,4 +349,5 @@ class Watch:
 
     def ask_for_stacks(self, answers: object, ranks: Iterable[int], then: Then, now: float) -> None:
         """Ask for the stacks of those of these ranks whose agents reply in time."""
-        self.inquiries.ask(answers, STACKS, ranks, messages.AskStacks(), STACKS_WITHIN, then, now)
+        inquiry = Inquiry(STACKS, {*ranks}, now + STACKS_WITHIN, then)
+        self.inquiries.ask(answers, inquiry, messages.AskStacks(), now)
