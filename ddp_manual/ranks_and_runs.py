@@ -372,7 +372,9 @@ class LastWords(Checked):
         return cls(**texts, exit_code=error.exit_code)
 
     def error(self) -> DdpManualError:
-        return from_dict(msgspec.structs.asdict(self), self.exit_code)
+        error = from_dict(msgspec.structs.asdict(self))
+        error.exit_code = self.exit_code
+        return error
 
 
 class Verdict(LastWords):
