@@ -13,14 +13,14 @@ from collections.abc import Collection, Mapping
 from msgspec.structs import replace
 
 from ddp_manual import messages
-from ddp_manual.protocol.end_or_begin_anew import BROKEN, OWN_CODE, SILENT, Loss
+from ddp_manual.protocol.end_or_begin_anew import BROKEN, SILENT, Loss
 from ddp_manual.protocol.handshakes import Peer, Peers
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.run_states import Working
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
-from ddp_manual.ranks_and_runs import RunInfo, Verdict
+from ddp_manual.ranks_and_runs import RunInfo
 
 
 class Recovery:
@@ -80,9 +80,7 @@ class Recovery:
         for rank in alone:
             self._roll_call.leave(rank, left_out=lost[rank].is_newcomer and rank in self.policy.back)
         no_further = all(loss.is_newcomer for loss in lost.values())
-        own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE and not loss.is_newcomer}
-        lost_ranks = {rank: loss.verdict for rank, loss in lost.items()}
-        self.begin_again(lost_ranks, own_code=own_code, missing_for=state.missing_for if no_further else 0.0)
+        self.begin_again(lost, missing_for=state.missing_for if no_further else 0.0)
         for rank, peer in peers.items():
             if lost[rank].kind == SILENT:
                 self.vacate_seat(peer)
@@ -107,14 +105,8 @@ class Recovery:
             return False
         return self._roll_call.info(rank).starts_again or loss.kind == BROKEN
 
-    def begin_again(
-        self,
-        lost: Mapping[int, Verdict],
-        back: Collection[int] = (),
-        own_code: Collection[int] = (),
-        missing_for: float = 0.0,
-    ) -> None:
-        """Begin anew without the ranks that are ``lost``, some of them by their ``own_code``, or with those ``back``.
+    def begin_again(self, lost: Mapping[int, Loss], back: Collection[int] = (), missing_for: float = 0.0) -> None:
+        """Begin anew without the ranks that are ``lost``, or with those ``back``.
 
         Args:
             missing_for: seconds for which the lost ranks have been missing already.
@@ -124,7 +116,7 @@ class Recovery:
         self.watch = Watch(self._roll_call, self.peers, now)
         self.stop_step = StopStep(self.peers)
         self._roll_call.begin_again(at_work, now - missing_for, self._run.rejoin_timeout)
-        self.policy.begin(lost, now, back, replaced=at_work, own_code=own_code)
+        self.policy.begin(lost, now, back, replaced=at_work)
         for rank in at_work:
             self.replace_worker(self.peers[rank])
         self.shrink_if_due()

@@ -15,6 +15,7 @@ from msgspec.structs import asdict, replace
 
 from ddp_manual.errors import MasterLost, PeerLost
 from ddp_manual.on_rank_loss import SHRINK
+from ddp_manual.protocol.end_or_begin_anew import OWN_CODE, Loss
 from ddp_manual.protocol.verdict_words import verdict_about
 from ddp_manual.ranks_and_runs import LastWords, Moment, RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.text_wrapping import whole
@@ -99,21 +100,16 @@ class WaitOrShrink:
         return self.paused and self._went_on is None
 
     def begin(
-        self,
-        lost: Mapping[int, Verdict],
-        now: float,
-        back: Collection[int] = (),
-        replaced: Collection[int] = (),
-        own_code: Collection[int] = (),
+        self, lost: Mapping[int, Loss], now: float, back: Collection[int] = (), replaced: Collection[int] = ()
     ) -> None:
         """Note that all begin anew: these ranks were ``lost``, or others are ``back`` in a world that has shrunk.
 
         Args:
             replaced: the ranks whose workers are replaced, and whose agents will say what they hold.
-            own_code: the lost ranks whose own code has raised.
         """
+        own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE and not loss.is_newcomer}
         self._pause = Pause(now, own_code)
-        self.lost, self.back = {**lost}, {*back}
+        self.lost, self.back = {rank: loss.verdict for rank, loss in lost.items()}, {*back}
         for rank in {*lost, *replaced}:
             self.held.pop(rank, None)
         self.count += len(lost)
