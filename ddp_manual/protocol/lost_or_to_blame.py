@@ -137,8 +137,7 @@ class Watch:
             early = health.finished_before(vain[0]) or health.finished
             self._end_because_of_finished(vain[0], early, health.beat(vain[0]).place, now)
         elif WHERE_ARE_THEY_STUCK not in self.inquiries and (stall := self._find_stall(now)) is not None:
-            beats = {rank: health.beat(rank) for rank in stall.waiting}
-            ranks = stall.behind[:MOST_NAMED] or one_per_place(stall, beats)
+            ranks = stall.behind[:MOST_NAMED] or one_per_place(stall, health)
             self.ask_for_stacks(WHERE_ARE_THEY_STUCK, ranks, partial(self._end_because_of_stall, stall), now)
         else:
             stall = self._find_stall(now, STALL_LINE)
@@ -333,9 +332,7 @@ class Watch:
             return
         cut = self._cut(now_stalled, now)
         if cut is not None and not self._end_because_of_stopped(now, 0):
-            beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
-            infos = {info.rank: info for info in self._roll_call.infos()}
-            verdict = stalled(infos, now_stalled, beats, stacks, self._roll_call.run.start_again, cut)
+            verdict = stalled(self._roll_call, self.health, now_stalled, stacks, cut)
             self.mismatch_search.lose_unless_mismatch(Loss(verdict, AWAITED), now)
 
     # -- what is asked, and what agents reply ----------------------------------------------------------------------

@@ -152,5 +152,5 @@ class Recovery:
         restarted = [rank for rank in self.policy.lost if rank in here]
         if (refusal := self.policy.refusal(restarted, here)) is not None:
             self.watch.end_of_work.end_the_run(refusal)
-        elif (line := self.policy.kept(self._run, here, self._roll_call.missing, self._roll_call.left_out)) is not None:
+        elif (line := self.policy.kept(self._roll_call)) is not None:
             self.peers.send_to_all(messages.Line(line))

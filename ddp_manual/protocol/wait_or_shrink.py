@@ -16,6 +16,7 @@ from msgspec.structs import asdict, replace
 from ddp_manual.errors import MasterLost, PeerLost
 from ddp_manual.on_rank_loss import SHRINK
 from ddp_manual.protocol.end_or_begin_anew import OWN_CODE, Loss
+from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.verdict_words import verdict_about
 from ddp_manual.ranks_and_runs import LastWords, Moment, RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.text_wrapping import whole
@@ -249,25 +250,18 @@ class WaitOrShrink:
         }
         return line, record
 
-    def kept(
-        self, run: RunInfo, here: Collection[int], missing: Sequence[int], left_out: Collection[int] = ()
-    ) -> str | None:
-        """Return the line about a loss, once, when all ranks that are here have said what they hold; otherwise None.
-
-        Args:
-            left_out: the ranks without which the others go on.
-        """
+    def kept(self, roll_call: RollCall) -> str | None:
+        """Return the line about a loss, once, when all ranks that are here have said what they hold; otherwise None."""
         if self._pause is None or self._pause.said:
             return None
-        waits = run.resumes and not self.have_said(here)
+        waits = roll_call.run.resumes and not self.have_said(roll_call.have_worked)
         if waits or not self.lost:
             return None
-        self._pause.said = self._words_of_loss(run, here, missing, left_out)
+        self._pause.said = self._words_of_loss(roll_call)
         return self._pause.said
 
-    def _words_of_loss(
-        self, run: RunInfo, here: Collection[int], missing: Sequence[int], left_out: Collection[int]
-    ) -> str:
+    def _words_of_loss(self, roll_call: RollCall) -> str:
+        run, here, missing = roll_call.run, roll_call.have_worked, roll_call.missing
         moment, _ = self.newest(here)
         holders = [rank for rank in sorted(here) if self.held.get(rank) == moment]
         state = "no state is held yet"
@@ -275,7 +269,7 @@ class WaitOrShrink:
             state = "all ranks' programs will start again, those that call hold() with what they hold"
         elif moment is not None:
             state = f"state of step {moment.step} is held by {in_words(as_ranges(holders))}"
-        seats = missing or sorted(self.lost.keys() & set(left_out))
+        seats = missing or sorted(self.lost.keys() & set(roll_call.left_out))
         whats = "; ".join(verdict.what for rank, verdict in self.lost.items() if rank in seats or not seats)
         if not seats:
             return f"{whats}. It is started again; {state}"
