@@ -47,7 +47,6 @@ from ddp_manual.messages import (
     WorkerReady,
     read_from_rank_0,
 )
-from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
 from ddp_manual.wire import LONGEST_ANSWER
@@ -97,7 +96,7 @@ class RankZero:
 
     def __init__(self, ranks: int, nonce: str, port: int) -> None:
         self._info, self._nonce, self._port = rank_infos(ranks)[0], nonce, port
-        self._period = heartbeat_period(run_info(ranks))
+        self._period = run_info(ranks).heartbeat_period
         self._connection: Connection[FromRank0]
 
     async def join(self) -> None:

@@ -47,7 +47,6 @@ from ddp_manual.messages import (
     StacksReply,
     read_from_rank_0,
 )
-from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.ranks_and_runs import LONGEST_TEXT, Beat, LastWords, RankInfo
 from ddp_manual.wire import encode
@@ -201,7 +200,7 @@ class Crowd:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.program = Program(order.ranks, "all_reduce float32[13]")
-        self.period = heartbeat_period(run_info(order.ranks))
+        self.period = run_info(order.ranks).heartbeat_period
         self.ranks = [CountedRank(info, order, self) for info in rank_infos(order.ranks)[1:]]
         self.beats: list[tuple[float, int, CountedRank]] = []
         self.working = False

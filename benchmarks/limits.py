@@ -25,7 +25,6 @@ import click
 from benchmarks.coordinator_process import Tell, hosted, talking_to
 from benchmarks.measuring import machine
 from benchmarks.simulated_ranks import Order, allow_many_connections, run_info
-from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
 
 COMPUTED_FOR = (16_384, 100_000)
 # A figure that grows with a higher power of N than this is computed by that power, not by a straight line.
@@ -166,7 +165,7 @@ def table(found: Mapping[int, Figures]) -> Iterator[str]:
         cells = [*values, *(values[-1] if one else computed(sizes, values, size) for size in more)]
         yield f"| {name} | {' | '.join(map(shown, cells))} | {growth(sizes, values):.2f} |"
     beat = {size: found.get(size, found[sizes[-1]]) for size in (*sizes, *more)}
-    rates = {size: size / heartbeat_period(run_info(size)) for size in beat}
+    rates = {size: size / run_info(size).heartbeat_period for size in beat}
     for name, of_beat in (("CPU, % of a core", "and its answer: CPU, us"), ("KB per second", "trains, bytes")):
         scale = 1e-4 if "CPU" in name else 1e-3
         cells = [
@@ -175,8 +174,11 @@ def table(found: Mapping[int, Figures]) -> Iterator[str]:
         ]
         yield f"| all ranks train: {name} | {' | '.join(map(shown, cells))} | |"
     yield f"| heartbeats that rank 0 reads per second, by rule | {' | '.join(map(shown, rates.values()))} | |"
-    for name, seconds in (("between heartbeats", heartbeat_period), ("until a silent rank ends the run", silent_after)):
-        cells = [seconds(run_info(size)) for size in (*sizes, *more)]
+    runs = [run_info(size) for size in (*sizes, *more)]
+    for name, cells in (
+        ("between heartbeats", [run.heartbeat_period for run in runs]),
+        ("until a silent rank ends the run", [run.silent_after for run in runs]),
+    ):
         yield f"| seconds {name}, by rule | {' | '.join(map(shown, cells))} | |"
 
 

@@ -39,7 +39,6 @@ from ddp_manual.messages import (
     WorkerReady,
     read_from_rank_0,
 )
-from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.ranks_and_runs import Beat, RankInfo, Ready, RunInfo
 from ddp_manual.training.options import TrainConfig
@@ -213,7 +212,7 @@ def read_all(ready: Iterable[tuple[selectors.SelectorKey, int]]) -> None:
 
 
 def beat_until_the_input_ends(ranks: list[SimulatedRank], selector: selectors.BaseSelector) -> None:
-    beat_every = heartbeat_period(run_info(len(ranks)))
+    beat_every = run_info(len(ranks)).heartbeat_period
     selector.register(sys.stdin, selectors.EVENT_READ)
     started = time.monotonic()
     for rank in ranks:

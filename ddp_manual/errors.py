@@ -196,18 +196,12 @@ def stopped_by(signalled: BaseException, *, next: str = "") -> Stopped:
     return Stopped(signalled.number if isinstance(signalled, StopSignal) else signal.SIGINT, next=next)
 
 
-def from_dict(fields: Mapping[str, object], exit_code: int | None = None) -> DdpManualError:
-    """Rebuild an error from ``as_dict``.
-
-    Args:
-        exit_code: if it is not that of the class, as with Stopped.
-    """
+def from_dict(fields: Mapping[str, object]) -> DdpManualError:
+    """Rebuild an error from ``as_dict``; its exit code is that of its class."""
     kind = EVERY_ERROR.get(str(fields.get("identifier")), PeerFailed)
     error = kind.__new__(kind)
     what, why, next = (str(fields.get(part, "")) for part in ("what", "why", "next"))
     DdpManualError.__init__(error, what, why=why, next=next)
-    if exit_code is not None:
-        error.exit_code = exit_code
     return error
 
 

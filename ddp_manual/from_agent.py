@@ -1,12 +1,12 @@
-"""What an agent says to its worker: this module is the whole list. What the worker says, and how messages of both are
-sent, is in ``from_worker``."""
+"""What an agent says to its worker: ``FromAgent`` is the whole list, with what it passes on as rank 0 has said it. What
+the worker says, and how messages of both are sent, is in ``from_worker``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ddp_manual.messages import Message, Placed
+from ddp_manual.messages import AskStep, Close, Message, Placed, StopAfter
 from ddp_manual.program import Program
 from ddp_manual.ranks_and_runs import LastWords
 from ddp_manual.wire import Read, local_reader_of
@@ -43,27 +43,8 @@ class TakePlace(Message):
     """Why NCCL must be told the interface: by itself it would listen on the wrong one; None if it would not."""
 
 
-class AskStep(Message):
-    """Say how many steps you have done, and go no further than the next one: a signal has asked all to stop."""
-
-
-class StopAfter(Message):
-    """Stop after this step, as all ranks do: none of them has passed it."""
-
-    step: int
-    """Counted from 1 since all ranks have begun, or have gone on after a loss."""
-    number: int
-    """The signal that has asked all ranks to stop."""
-    ranks: Sequence[int]
-    """The ranks that have got such a signal."""
-
-
 class Save(Message):
     """Save a checkpoint at the next step that all ranks agree on: SIGUSR1 has asked for it."""
-
-
-class Close(Message):
-    """Close the process groups: all other ranks have finished, or this rank is to wait for them no longer."""
 
 
 class Over(Message):

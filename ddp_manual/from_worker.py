@@ -1,4 +1,5 @@
-"""What a worker says to its agent: this module is the whole list. What the agent says is in ``from_agent``.
+"""What a worker says to its agent: ``FromWorker`` is the whole list, with what the agent passes on to rank 0. What the
+agent says is in ``from_agent``.
 
 Both are processes of one rank on one machine, connected by a pair of sockets that nobody else has. Each message is a
 JSON object on a line (``wire.encode_local``), of one of the types below; the docstring of the type says when it is
@@ -7,6 +8,7 @@ sent. It is checked as it is read. Texts, such as the names of files, arrive as 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from ddp_manual.join_steps import Step
-from ddp_manual.messages import Message
+from ddp_manual.messages import Finished, Message, StepsDone
 from ddp_manual.ranks_and_runs import JOINING, LARGEST, OPENING, Beat, LastWords, Ready
 from ddp_manual.wire import Read, local_reader_of, printable
 
@@ -213,28 +215,29 @@ class Joins(Message):
     """The program calls ``join``: it will say when it has done its work, and will leave in order."""
 
 
-class TakesStops(Message):
-    """The program takes requests to stop or to save, with all ranks after the same step, in place of signals."""
+class Handling(enum.Enum):
+    """What the worker does about signals."""
+
+    LOADING = "loading"
+    """Its program has not begun: a signal simply ends the rank."""
+    BY_ITSELF = "by itself"
+    """Its program handles them, as any program does."""
+    WITH_ALL = "with all"
+    """It stops with all ranks after the same step, and saves when it is asked to."""
+    DONE = "done"
+    """It has done its part: after a signal, a line says that this rank is leaving."""
 
 
-class TakesNoStops(Message):
-    """The program has done its part: after a signal, a line says that this rank is leaving."""
+class HandlesSignals(Message):
+    """The program does something else about signals from now on."""
 
-
-class TakesSignals(Message):
-    """The program handles its signals itself again."""
+    handling: Handling
 
 
 class Signalled(Message):
     """A program that takes stops has got a signal."""
 
     number: int
-
-
-class StepsDone(Message):
-    """The worker has done so many steps and begins no step after the next one; the reply to ``AskStep``."""
-
-    steps: int
 
 
 class RunFolder(Message):
@@ -249,10 +252,6 @@ class RunFolder(Message):
 
 class Holds(Message):
     """A user's own program has asked for its held state, and so it will hold its state."""
-
-
-class Finished(Message):
-    """The worker has done its work, and still has its process groups open."""
 
 
 class Failed(Message):
@@ -303,8 +302,8 @@ class Noticed(Message):
 
 FromWorker = (
     Born | Attach | Loaded | Doing | RecordsMemory | GroupOpened | GroupClosed | NotCompared | StartsProcesses
-    | ProgramBegins | Replaced | Joins | TakesStops | TakesNoStops | TakesSignals | Signalled | StepsDone | RunFolder
-    | Holds | Finished | Failed | Left | Result | IsQuiet | IsSaving | MayEnd | Noticed
+    | ProgramBegins | Replaced | Joins | HandlesSignals | Signalled | StepsDone | RunFolder | Holds | Finished | Failed
+    | Left | Result | IsQuiet | IsSaving | MayEnd | Noticed
 )  # fmt: skip
 
 read: Read[FromWorker] = local_reader_of(FromWorker)

@@ -14,9 +14,9 @@ import struct
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ddp_manual.memory_cgroup import memory_left
+from ddp_manual.ranks_and_runs import Moment
 
 # The steps that are done; then for each of the two slots: the number of its state, counted from 1, or 0 while it is not
 # whole; the moment of its state, in three numbers; where the slot begins in the file, and its size; and the bytes of
@@ -26,20 +26,6 @@ NUMBER = struct.Struct("<q")
 PAGE = 4096
 # The share of the memory that is left which the held states of a host's ranks may take: the training takes some too.
 SHARE = 0.8
-
-
-class Moment(NamedTuple):
-    """When a state was held. A later generation counts more than a later step: it has gone on from an agreed step."""
-
-    generation: int
-    step: int
-    counts_calls: bool = False
-    """Whether ``step`` counts the calls of ``hold``, as in a program that does not say its own steps."""
-
-    @property
-    def named(self) -> str:
-        """The moment in words, as in: go on ``after step 604``."""
-        return f"after call {self.step} of hold()" if self.counts_calls else f"after step {self.step}"
 
 
 @dataclass(frozen=True)

@@ -320,15 +320,16 @@ class AskRecords(Message):
 
 
 class AskStep(Message):
-    """Say how many steps the worker has done: a signal has asked all ranks to stop."""
+    """Say how many steps the worker has done; it goes no further than the next one: a signal has asked all to stop."""
 
 
 class StopAfter(Message):
     """Stop after this step; to all ranks, none of which has passed it."""
 
     step: Count
+    """Counted from 1 since all ranks have begun, or have gone on after a loss."""
     number: Count
-    """The signal."""
+    """The signal that has asked all ranks to stop."""
     ranks: Sequence[Count]
     """The ranks that have got such a signal."""
 

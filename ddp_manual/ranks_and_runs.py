@@ -7,7 +7,7 @@ import ipaddress
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, field
@@ -48,8 +48,20 @@ TimeOut = Annotated[float, Meta(gt=0, le=LARGEST)]
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Option = tuple[Any, str]
 """The value of an option that ranks must agree on, and where it comes from, such as a file."""
-Moment = tuple[Count, Count, bool]
-"""The generation and the step of a state that is held: see ``held_state_memory``."""
+
+
+class Moment(NamedTuple):
+    """When a state was held. A later generation counts more than a later step: it has gone on from an agreed step."""
+
+    generation: Count
+    step: Count
+    counts_calls: bool = False
+    """Whether ``step`` counts the calls of ``hold``, as in a program that does not say its own steps."""
+
+    @property
+    def named(self) -> str:
+        """The moment in words, as in: go on ``after step 604``."""
+        return f"after call {self.step} of hold()" if self.counts_calls else f"after step {self.step}"
 
 
 class Checked(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -289,6 +301,16 @@ class RunInfo(Checked):
         ip_address(self.address)
 
     @property
+    def heartbeat_period(self) -> float:
+        """The seconds between heartbeats in both directions: rank 0 reads at most about 4,000 per second."""
+        return max(0.5, self.world_size / 4000)
+
+    @property
+    def silent_after(self) -> float:
+        """The seconds after which a rank counts as silent: one heartbeat may be unsent, another one on its way."""
+        return self.peer_timeout + 2 * self.heartbeat_period
+
+    @property
     def start_again(self) -> str:
         """What to do after the run has ended, as the end of a sentence."""
         if self.run_dir is None or not self.resumes:
@@ -350,7 +372,9 @@ class LastWords(Checked):
         return cls(**texts, exit_code=error.exit_code)
 
     def error(self) -> DdpManualError:
-        return from_dict(msgspec.structs.asdict(self), self.exit_code)
+        error = from_dict(msgspec.structs.asdict(self))
+        error.exit_code = self.exit_code
+        return error
 
 
 class Verdict(LastWords):
@@ -363,7 +387,3 @@ class Verdict(LastWords):
     """Whether the coordinator or the rank's agent says it about that rank, not the rank itself."""
     is_loss: bool = False
     """Whether that rank is gone, silent or stopped; otherwise it may be one that waits for others."""
-
-    @property
-    def words(self) -> LastWords:
-        return LastWords(self.identifier, self.what, self.why, self.next, self.exit_code)

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from ddp_manual.from_agent import StopAfter
 from ddp_manual.from_worker import FromWorker, Progress
+from ddp_manual.messages import StopAfter
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.worker.steps_done import Stops
 from ddp_manual.worker.world import World

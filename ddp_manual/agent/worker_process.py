@@ -126,8 +126,8 @@ class Worker:
                     take(from_worker.NotCompared(str(error)))
             case from_worker.ProgramBegins():
                 self.hears = message.hears
-            case from_worker.TakesStops() | from_worker.TakesSignals():
-                self._takes_stops = isinstance(message, from_worker.TakesStops)
+            case from_worker.HandlesSignals(handling):
+                self._takes_stops = handling is not from_worker.Handling.BY_ITSELF
             case from_worker.GroupOpened():
                 self.records.add_group(asdict(message))
                 self._closed_group = None

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ddp_manual.errors import DdpManualError, RankTaken, WorldSizeMismatch
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol.compatibility import mismatch
-from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.ranks_and_runs import RankInfo
 from ddp_manual.text_wrapping import whole
 
@@ -28,7 +27,7 @@ def decide(
     if false_rank_0:
         refusal = _taken(roll_call, info, roll_call.rank_0, frozen=False)
     elif refusal is None and holder is not None:
-        frozen = now - holder.heard > FROZEN_AFTER_BEATS * heartbeat_period(roll_call.run)
+        frozen = now - holder.heard > FROZEN_AFTER_BEATS * roll_call.run.heartbeat_period
         if not frozen and holder.heard <= since:
             return False, warnings
         refusal = _taken(roll_call, info, holder.info, frozen=frozen)

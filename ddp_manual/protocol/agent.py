@@ -16,8 +16,7 @@ from ddp_manual.errors import DdpManualError
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import how_a_worker_ended, states, verdict_words
 from ddp_manual.protocol.health import Silence
-from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
-from ddp_manual.protocol.stop_signals import Handling, StopSignals
+from ddp_manual.protocol.stop_signals import StopSignals
 from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.protocol.why_this_rank_ends import Explanation
 from ddp_manual.ranks_and_runs import Moment, RunInfo, RunSoFar
@@ -106,15 +105,15 @@ class AgentProtocol:
             case messages.AskStep() if isinstance(rank.state, states.Placed):
                 self._ask_step()
             case messages.StopAfter() if isinstance(rank.state, states.Placed):
-                rank.tell(from_agent.StopAfter(message.step, message.number, message.ranks))
+                rank.tell(message)
             case messages.Close():
                 if isinstance(rank.state, states.Working):
                     rank.enter(states.Closing())
-                rank.tell(from_agent.Close())
+                rank.tell(message)
             case messages.Rank0Leaves() if isinstance(rank.state, (states.Working, states.Closing)):
                 rank.enter(states.Alone())
                 self._shell.log("rank 0 has finished and left; this rank goes on alone, and nobody watches over it")
-                rank.tell(from_agent.Close())
+                rank.tell(messages.Close())
 
     def _take_place(self, placed: messages.Placed) -> None:
         """Tell the worker its place, with which it begins to work: all ranks have joined."""
@@ -173,14 +172,10 @@ class AgentProtocol:
                 self._shell.log(f"{how_a_worker_ended.STORE_REPLACED}; {how_a_worker_ended.WITHOUT_PYTHON}")
             case from_worker.ProgramBegins():
                 self.signals.program_begins()
-            case from_worker.TakesStops():
-                self.signals.worker_handles(Handling.WITH_ALL)
-            case from_worker.TakesNoStops():
-                self.signals.worker_handles(Handling.DONE)
-            case from_worker.TakesSignals():
-                self.signals.worker_handles(Handling.BY_ITSELF)
-            case from_worker.StepsDone():
-                rank.send(messages.StepsDone(message.steps))
+            case from_worker.HandlesSignals(handling):
+                self.signals.worker_handles(handling)
+            case messages.StepsDone():
+                rank.send(message)
             case from_worker.Signalled() if not isinstance(rank.state, states.Ended):
                 self.take_signal(message.number, now, seen_by="script")
             case from_worker.RunFolder():
@@ -189,12 +184,12 @@ class AgentProtocol:
                 self._shell.leave_in_order(math.inf)  # rank 0's worker has torch's store, which others may need
             case _ if isinstance(rank.state, states.Ended):
                 pass  # the end of this rank is explained already
-            case from_worker.Finished():
+            case messages.Finished():
                 if isinstance(rank.state, states.Alone):
-                    rank.tell(from_agent.Close())
+                    rank.tell(messages.Close())
                 else:
                     rank.send_beat()
-                    rank.send(messages.Finished())
+                    rank.send(message)
             case from_worker.Failed():
                 if isinstance(rank.state, states.Looking):  # another worker is started once rank 0 is found
                     self._shell.end_worker()
@@ -248,7 +243,7 @@ class AgentProtocol:
         has_no_result = from_worker.Joins in said and rank.work.result is None  # a program that joins leaves in order
         is_done = status == 0 and not has_no_result
         if is_done or rank.work.result is not None:
-            if from_worker.Finished not in said:  # its process has ended without Python's exit, as by os._exit
+            if messages.Finished not in said:  # its process has ended without Python's exit, as by os._exit
                 rank.send_beat()
                 rank.send(messages.Finished())
                 if rank.number == 0 and rank.spec.world_size > 1:
@@ -272,7 +267,7 @@ class AgentProtocol:
         if isinstance(rank.state, states.Leaving):  # its work was done, and is begun anew
             self._shell.stop_leaving()
         rank.work = states.Work(started=rank.now)
-        self.signals.worker_handles(Handling.LOADING)
+        self.signals.worker_handles(from_worker.Handling.LOADING)
         self._shell.replace_worker(number)
 
     def worker_ended(self, number: int, held: Moment | None) -> None:
@@ -336,7 +331,7 @@ class AgentProtocol:
     def _ask_step(self) -> None:
         """Ask the worker how many steps it has done; reply 0 for one that hears nothing, and handles signals itself."""
         if self._shell.worker.hears:
-            self._rank.tell(from_agent.AskStep())
+            self._rank.tell(messages.AskStep())
         else:
             self._rank.send(messages.StepsDone(0))
 
@@ -353,12 +348,12 @@ class AgentProtocol:
         if passed > rank.run.peer_timeout:  # this process was stopped, perhaps with its whole host
             self._heard = now
         if now >= self._next_beat:
-            self._next_beat = max(self._next_beat + heartbeat_period(rank.run), now)
+            self._next_beat = max(self._next_beat + rank.run.heartbeat_period, now)
             rank.send_beat()
             line = self._silence.look({0: self._heard}, rank.run, now) if passed < 1 else None
             if line is not None:
                 self._shell.log("; ".join(filter(None, (line, self._shell.stopped_rank_0(rank.run)))))
-        if now - self._heard > silent_after(rank.run) and passed < 1:
+        if now - self._heard > rank.run.silent_after and passed < 1:
             if isinstance(rank.state, states.Closing):  # its work is done, and it needs nobody any more
                 rank.enter(states.Alone())
                 self._shell.log("rank 0 is silent; this rank has done its work, and leaves")

@@ -25,6 +25,7 @@ class WorkerSeen(Protocol):
     pid: int
     said: set[type[from_worker.FromWorker]]
     status: int | None
+    """Its exit code, or minus the signal's number, once it has ended; None if nobody could see that."""
     until: float | None
 
     @property

@@ -135,9 +135,10 @@ def _other_code(info: RankInfo, rank_0: RankInfo, run: RunInfo) -> ConfigMismatc
     same_code = f"bring the code on {info.host} to what {rank_0.host} has (git pull, pip install)"
     if info.host_id == rank_0.host_id:
         same_code = "start every rank from the same files; if they were changed after rank 0 had begun, all ranks again"
+    own, theirs = ({part: f"digest {digest}" for part, digest in one.code.items()} for one in (info, rank_0))
     return ConfigMismatch(
         f"{info.who} runs other code than rank 0: {_listed(differing)}",
-        why=_both(info, rank_0, info.code, rank_0.code, differing, "digest "),
+        why=_both(info, rank_0, own, theirs, differing),
         next=f"{same_code}\n{OR_GO_ON}",
     )
 
@@ -178,16 +179,10 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _both(
-    info: RankInfo,
-    rank_0: RankInfo,
-    own: Versions,
-    theirs: Versions,
-    names: Sequence[str],
-    what: str = "",
-    none: str = "none",
+    info: RankInfo, rank_0: RankInfo, own: Versions, theirs: Versions, names: Sequence[str], none: str = "none"
 ) -> str:
     def value(versions: Versions, name: str) -> str:
-        return f"{what}{versions[name]}" if versions.get(name) is not None else none
+        return none if (version := versions.get(name)) is None else version
 
     return "\n".join(
         f"{name}: rank 0 ({rank_0.host}) has {value(theirs, name)}, rank {info.rank} has {value(own, name)}"

@@ -19,7 +19,6 @@ from ddp_manual.errors import DdpManualError, MasterLost, Stopped, traceback_of
 from ddp_manual.protocol import how_a_worker_ended, verdict_words
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
-from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.inquiries import STACKS
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.recovery import Recovery
@@ -176,7 +175,7 @@ class CoordinatorProtocol:
             self.handshakes.forget(peer)
         elif self._peers.get(rank) is peer:
             del self._peers[rank]
-            self._watch.gone(rank)
+            self._watch.inquiries.gone(rank)
             reason = printable(reason)
             if peer.left:
                 return
@@ -214,9 +213,9 @@ class CoordinatorProtocol:
                     verdict = verdict_words.verdict_about(self.roll_call.rank_0, about_rank_0, is_loss=True)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
             case messages.StacksReply():
-                self._watch.take_reply(rank, STACKS, message.text, now)
+                self._watch.inquiries.take_reply(rank, STACKS, message.text, now)
             case messages.RecordsReply():
-                self._watch.take_reply(rank, message.number, message, now)
+                self._watch.inquiries.take_reply(rank, message.number, message, now)
             case messages.Probed():
                 state = self.roll_call.state
                 probes = state.probes if isinstance(state, Gathering) else self._watch.probes
@@ -234,7 +233,7 @@ class CoordinatorProtocol:
                 teller, without = self.roll_call.info(rank), [rank]
                 if self.run.launched:  # the ranks of its host share its terminal
                     without = [info.rank for info in self.roll_call.infos() if info.host_id == teller.host_id]
-                self._watch.send_to_all(messages.Line(f"{teller.who}: {printable(text)}"), without)
+                self._peers.send_to_all(messages.Line(f"{teller.who}: {printable(text)}"), without)
             case messages.Leaves(words, at_work):
                 if at_work and self.recovery.works(rank):
                     verdict = verdict_words.verdict_about(self.roll_call.info(rank), words, judged=False)
@@ -311,7 +310,7 @@ class CoordinatorProtocol:
             self._watch.health.restart(now)
         self.handshakes.abort_silent(now)
         if now >= self._next_beat:
-            self._next_beat = now + heartbeat_period(self.run)
+            self._next_beat = now + self.run.heartbeat_period
             for peer in self._peers.values():
                 peer.connection.write(ALIVE)
             if self.failure is None:
@@ -334,7 +333,7 @@ class CoordinatorProtocol:
         line, silent = self._silence.look(self._watch.heard(), self.run, now), self._silence.named
         if line is not None:
             stopped = filter(None, map(self.roll_call.stopped, silent))
-            self._watch.send_to_all(messages.Line("; ".join([line, *stopped])), without=silent)
+            self._peers.send_to_all(messages.Line("; ".join([line, *stopped])), without=silent)
 
     # -- observers ---------------------------------------------------------------------------------------------
 

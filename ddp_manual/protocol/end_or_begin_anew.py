@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ddp_manual import messages
 from ddp_manual.errors import OutOfMemory, TrainingFailed
 from ddp_manual.on_rank_loss import LEAVE
-from ddp_manual.protocol.handshakes import Peer
+from ddp_manual.protocol.handshakes import Peers
 from ddp_manual.protocol.health import Health
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.ranks_and_runs import Verdict
@@ -27,9 +27,6 @@ FINISH_TOGETHER = 1.0
 # How a rank is lost: its process has ended or is stopped; nobody hears from it; its own code has raised; one of its
 # collectives has broken, and nobody is to blame; or other ranks wait for it for ever, which ends any run.
 GONE, SILENT, OWN_CODE, BROKEN, AWAITED = "gone", "silent", "own code", "broken", "awaited"
-
-SendToAll = Callable[[messages.FromRank0, Collection[int]], None]
-"""Sends a message to all ranks without some of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +42,9 @@ class Loss:
 
 
 class EndOfWork:
-    """The end of the work that all ranks have begun together, from the first rank that is lost or has finished.
+    """The end of the work that all ranks have begun together, from the first rank that is lost or has finished."""
 
-    Args:
-        peers: the connections of the ranks, as the coordinator keeps them.
-    """
-
-    def __init__(self, roll_call: RollCall, peers: Mapping[int, Peer], health: Health, send_to_all: SendToAll) -> None:
+    def __init__(self, roll_call: RollCall, peers: Peers, health: Health) -> None:
         self.failure: Verdict | None = None
         """What ends the run."""
         self.lost: dict[int, Loss] = {}
@@ -59,7 +52,6 @@ class EndOfWork:
         self.newcomers: set[int] = set()
         """The ranks that have come, or come back, to a run which had begun."""
         self._roll_call, self._peers, self._health = roll_call, peers, health
-        self._send_to_all = send_to_all
         self._close_at = math.inf
         self._closing: set[int] = set()
         """The ranks that were told to close their process groups."""
@@ -113,7 +105,7 @@ class EndOfWork:
         """Tell all ranks why, except those ``spared``, which have done their work and leave in order."""
         if self.failure is None:
             self.failure = verdict
-            self._send_to_all(messages.RunEnds(verdict), spared)
+            self._peers.send_to_all(messages.RunEnds(verdict), spared)
             if spared:
                 self._close_at = -math.inf
                 self.close_process_groups(self._close_at)

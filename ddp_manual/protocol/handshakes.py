@@ -6,6 +6,7 @@ see ``RollCall.admit``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -18,7 +19,7 @@ from ddp_manual.protocol.compatibility import other_version
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.token_proof import Seal, Unsealed, claimed
 from ddp_manual.ranks_and_runs import LastWords, RankInfo
-from ddp_manual.wire import LONGEST_LINE, Read, printable, reader_of
+from ddp_manual.wire import LONGEST_LINE, Read, encode, printable, reader_of
 
 # Seconds within which a connection must say which rank it is, and more for each stranger, which may be read before it.
 HELLO_WITHIN = 5.0
@@ -65,6 +66,16 @@ class Peer:
     """How often its agent was asked for another worker."""
     awaits_answer: bool = False
     """Whether it has asked to see the run, and has not been shown it yet; until then it may say nothing more."""
+
+
+class Peers(dict[int, Peer]):
+    """Rank -> its connection, for the ranks that have one."""
+
+    def send_to_all(self, message: messages.Message, without: Collection[int] = ()) -> None:
+        line, without = encode(message), frozenset(without)
+        for rank, peer in self.items():
+            if rank not in without:
+                peer.connection.write(line)
 
 
 class Handshakes:

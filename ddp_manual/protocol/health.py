@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ddp_manual.protocol.heartbeat_times import heartbeat_period, silent_after
 from ddp_manual.protocol.stalls import Stall, find_stall
 from ddp_manual.protocol.watched_rank import WatchedRank, began_fewer, by_group, since
 from ddp_manual.ranks_and_runs import Beat, RunInfo
@@ -50,7 +49,7 @@ class Silence:
             heard: rank -> when it was heard last; no line is about a rank that is not among these.
         """
         seconds = {rank: now - at for rank, at in heard.items() if now - at >= NAMED_AFTER}
-        given_up_in = silent_after(run) - max(seconds.values(), default=0.0)
+        given_up_in = run.silent_after - max(seconds.values(), default=0.0)
         if given_up_in < GIVEN_UP_SOON:
             return None
         times = {rank: int(silent / NAMED_AFTER) for rank, silent in seconds.items()}
@@ -92,7 +91,7 @@ class Health:
         before, known.beat = known.mark, beat
         if known.mark != before:
             known.changed, known.inside_since = now, None
-        if not beat.inside and now - since(known.inside_since, now) > 2 * heartbeat_period(self._run):
+        if not beat.inside and now - since(known.inside_since, now) > 2 * self._run.heartbeat_period:
             known.went_on = now
         known.inside_since = since(known.inside_since, now) if beat.inside else None
         known.stopped_since = since(known.stopped_since, now) if beat.stopped else None
@@ -148,9 +147,9 @@ class Health:
         """Return the ranks that have been silent for too long and those that soon will be, each with its seconds of
         silence, the longest first."""
         seconds = {rank: now - known.heard for rank, known in self._watched()}
-        if max(seconds.values(), default=0.0) <= silent_after(self._run):
+        if max(seconds.values(), default=0.0) <= self._run.silent_after:
             return {}
-        least = LATE_AFTER_BEATS * heartbeat_period(self._run)
+        least = LATE_AFTER_BEATS * self._run.heartbeat_period
         late = {rank: silence for rank, silence in seconds.items() if silence > least}
         return dict(sorted(late.items(), key=lambda found: -found[1]))
 
@@ -158,7 +157,7 @@ class Health:
         """Return the rank that has been silent for longest, with its seconds, if that is more than two heartbeats."""
         silences = ((now - known.heard, rank) for rank, known in self._watched())
         seconds, rank = max(silences, default=(0.0, 0))
-        return (rank, seconds) if seconds > LATE_AFTER_BEATS * heartbeat_period(self._run) else None
+        return (rank, seconds) if seconds > LATE_AFTER_BEATS * self._run.heartbeat_period else None
 
     def newly(self, state: str) -> list[int]:
         """Return the ranks that by their last heartbeats are in this state, ``stopped`` or ``debugging``; each once."""

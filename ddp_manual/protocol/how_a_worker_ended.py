@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import signal
 
-from ddp_manual.errors import (
-    signal_name,
-)
+from ddp_manual.errors import DdpManualError, signal_name
+from ddp_manual.protocol.agent_shell import WorkerSeen
 from ddp_manual.protocol.verdict_words import lost_rank
-from ddp_manual.ranks_and_runs import LONGEST_TEXT, Beat, RankInfo, Verdict
+from ddp_manual.ranks_and_runs import LONGEST_TEXT, RankInfo
 
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 STORE_REPLACED = (
@@ -18,21 +17,17 @@ STORE_REPLACED = (
 WITHOUT_PYTHON = "start it with --no_python, as --no_python python train.py: then torch hosts the store in the program"
 
 
-def lost(
-    info: RankInfo, beat: Beat, again: str, *, status: int | None, oom: bool, stack: str, replaced: bool = False
-) -> Verdict:
-    """Return the verdict that an agent sends if its worker has ended without a word.
+def lost(info: RankInfo, worker: WorkerSeen, again: str, *, replaced: bool) -> DdpManualError:
+    """Return the error of a rank whose worker has ended without a word.
 
     Args:
-        status: its exit code, or minus the signal's number; None if nobody could see that.
-        oom: whether the kernel ended it because memory ran out.
-        stack: the Python stack that a native crash has left.
         replaced: whether its program had become another one by exec, on rank 0.
     """
+    status, stack = worker.status, worker.crash_stack
     next = "look at its last lines"
     if status is None:
         what, why = "its process has ended", "nobody could see how it ended"
-    elif oom:
+    elif worker.ran_out_of_memory:
         what = f"{signal_name(-status)}, since memory ran out"
         why = "the kernel's OOM killer ended it: its memory cgroup counts one more oom_kill"
         next = "give it more memory, or a smaller --batch_size"
@@ -50,13 +45,19 @@ def lost(
     else:
         what = f"its worker exited with code {status} without a word"
         why = "the program ended itself, or its interpreter could not go on"
-    where = f"it was {beat.last_seen()}, when it was last heard"
+    where = f"it was {worker.beat.last_seen()}, when it was last heard"
     if replaced:
         why, next = f"{why}\n{STORE_REPLACED}", WITHOUT_PYTHON
-    return lost_rank(
+    error = lost_rank(
         info,
         f"is gone: {what}",
         why="\n".join(filter(None, (why, where, stack and f"its Python stack:\n{stack[-LONGEST_TEXT:]}"))),
         next=f"{next}\nthen {again}",
-        exit_code=1 if status is None else 128 - status if status < 0 else status,
     )
+    error.exit_code = exit_code(status)
+    return error
+
+
+def exit_code(status: int | None) -> int:
+    """Return the exit code that a shell shows for this ``WorkerSeen.status``."""
+    return 1 if status is None else 128 - status if status < 0 else status

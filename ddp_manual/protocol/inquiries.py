@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_manual import messages
-from ddp_manual.protocol.handshakes import Peer
+from ddp_manual.protocol.handshakes import Peers
 
 # The number of each request for stacks; no other request has it.
 STACKS = 0
@@ -29,32 +29,20 @@ class Inquiry:
 
 
 class Inquiries:
-    """The open inquiries. The key of each is the question that it answers, or the observer that has asked.
+    """The open inquiries. The key of each is the question that it answers, or the observer that has asked."""
 
-    Args:
-        peers: the connections of the ranks, as the coordinator keeps them.
-    """
-
-    def __init__(self, peers: Mapping[int, Peer]) -> None:
+    def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._inquiries: dict[object, Inquiry] = {}
 
     def __contains__(self, answers: object) -> bool:
         return answers in self._inquiries
 
-    def ask(
-        self,
-        answers: object,
-        number: int,
-        ranks: Iterable[int],
-        request: messages.Message,
-        within: float,
-        then: Then,
-        now: float,
-    ) -> None:
-        """Ask those of ``ranks`` that are here; send no request to a rank that still owes a reply to the same one."""
-        asked = {rank for one in self._inquiries.values() if one.number == number for rank in one.awaited}
-        inquiry = self._inquiries[answers] = Inquiry(number, {*ranks} & self._peers.keys(), now + within, then)
+    def ask(self, answers: object, inquiry: Inquiry, request: messages.Message, now: float) -> None:
+        """Ask those of its ranks that are here; send no request to a rank that still owes a reply to the same one."""
+        asked = {rank for one in self._inquiries.values() if one.number == inquiry.number for rank in one.awaited}
+        inquiry.awaited.intersection_update(self._peers)
+        self._inquiries[answers] = inquiry
         for rank in inquiry.awaited - asked:
             self._peers[rank].connection.send(request)
         self._end_if_over(answers, now)

@@ -7,16 +7,15 @@ decide. ``end_or_begin_anew.py`` decides what a loss leads to, ``verdict_words.p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from ddp_manual import messages
 from ddp_manual.errors import PeerLost
 from ddp_manual.protocol.end_or_begin_anew import AWAITED, BROKEN, GONE, OWN_CODE, SILENT, EndOfWork, Loss
-from ddp_manual.protocol.handshakes import Peer
+from ddp_manual.protocol.handshakes import Peers
 from ddp_manual.protocol.health import Health
-from ddp_manual.protocol.inquiries import STACKS, Inquiries, Then
+from ddp_manual.protocol.inquiries import STACKS, Inquiries, Inquiry, Then
 from ddp_manual.protocol.reachability import Pair, Probes, unreachable
 from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.search_for_mismatch import DO_CALLS_DIFFER, MismatchSearch
@@ -25,7 +24,6 @@ from ddp_manual.protocol.verdict_words import closed_because, lost_rank, one_per
 from ddp_manual.protocol.watched_rank import began_fewer
 from ddp_manual.ranks_and_runs import Beat, LastWords, RankInfo, Verdict
 from ddp_manual.text_wrapping import whole
-from ddp_manual.wire import encode
 from ddp_manual.wording import as_ranges, in_words
 
 STACKS_WITHIN = 2.0
@@ -60,22 +58,17 @@ class Broken:
 
 
 class Watch:
-    """Watches the ranks that have joined.
+    """Watches the ranks that have joined. ``now`` is the time on rank 0's monotonic clock."""
 
-    Args:
-        peers: the connections of the ranks, as the coordinator keeps them.
-        now: rank 0's monotonic clock.
-    """
-
-    def __init__(self, roll_call: RollCall, peers: Mapping[int, Peer], now: float) -> None:
+    def __init__(self, roll_call: RollCall, peers: Peers, now: float) -> None:
         self.health = Health(roll_call.run, now)
         self._roll_call = roll_call
         self._info = roll_call.info
         self._peers = peers
         self._broken: list[Broken] = []
-        self._inquiries = Inquiries(peers)
-        self.end_of_work = EndOfWork(roll_call, peers, self.health, self.send_to_all)
-        self.mismatch_search = MismatchSearch(roll_call, self._inquiries, self.end_of_work)
+        self.inquiries = Inquiries(peers)
+        self.end_of_work = EndOfWork(roll_call, peers, self.health)
+        self.mismatch_search = MismatchSearch(roll_call, self.inquiries, self.end_of_work)
         self._said_stall: Stall | None = None
         self.probes: Probes | None = None
         """The probes of the network, while all ranks wait in a collective for longer than most steps take."""
@@ -93,7 +86,7 @@ class Watch:
 
     def check(self, now: float) -> None:
         """Decide what is due: inquiries whose time is up, who broke a collective, who closes process groups."""
-        self._inquiries.check(now)
+        self.inquiries.check(now)
         if self.end_of_work.failure is None and self._roll_call.works:
             if self._broken and now >= self._broken[0].judged_at:
                 broken, self._broken = self._broken, []  # one collective that broke on several ranks is one loss
@@ -124,7 +117,7 @@ class Watch:
         for rank in self._first_of(stopped, "stopped"):
             info = self._info(rank)
             go_on = f"on {info.host}, kill -CONT {info.pid} lets it go on"
-            self.send_to_all(messages.Line(f"{info.who} is stopped: {health.beat(rank).stopped}; {go_on}"))
+            self._peers.send_to_all(messages.Line(f"{info.who} is stopped: {health.beat(rank).stopped}; {go_on}"))
         if not self._roll_call.works:
             return
         if self._end_because_of_silent(now) or self._end_because_of_stopped(now, self._roll_call.run.peer_timeout):
@@ -132,7 +125,7 @@ class Watch:
         for rank in self._first_of(health.newly("debugging"), "in a debugger"):
             where = health.beat(rank).place or "a line of its own"
             line = f"{self._info(rank).who} is in a debugger, on {where}: the other ranks wait for it"
-            self.send_to_all(messages.Line(line), without=[rank])
+            self._peers.send_to_all(messages.Line(line), without=[rank])
         slow = {rank: (seconds, median) for rank, seconds, median in health.newly_slow(now)}
         for rank in self._first_of([*slow], "slow", only=0):
             seconds, median = slow[rank]
@@ -143,14 +136,13 @@ class Watch:
         if health.late(now) is None and (vain := health.waiting_in_vain(now, IN_VAIN)):
             early = health.finished_before(vain[0]) or health.finished
             self._end_because_of_finished(vain[0], early, health.beat(vain[0]).place, now)
-        elif WHERE_ARE_THEY_STUCK not in self._inquiries and (stall := self._find_stall(now)) is not None:
-            beats = {rank: health.beat(rank) for rank in stall.waiting}
-            ranks = stall.behind[:MOST_NAMED] or one_per_place(stall, beats)
+        elif WHERE_ARE_THEY_STUCK not in self.inquiries and (stall := self._find_stall(now)) is not None:
+            ranks = stall.behind[:MOST_NAMED] or one_per_place(stall, health)
             self.ask_for_stacks(WHERE_ARE_THEY_STUCK, ranks, partial(self._end_because_of_stall, stall), now)
         else:
             stall = self._find_stall(now, STALL_LINE)
             self._say_that_ranks_wait(stall, now)
-            if stall is None and WHERE_ARE_THEY_STUCK not in self._inquiries:
+            if stall is None and WHERE_ARE_THEY_STUCK not in self.inquiries:
                 self.probes = None
 
     def _find_stall(self, now: float, longer_than: float | None = None) -> Stall | None:
@@ -166,7 +158,7 @@ class Watch:
         """
         if others := ranks[MOST_LINES:]:
             line = messages.Line(f"{in_words(as_ranges(others))} are {state}, as are others")
-            self.send_to_all(line, without=() if only is None else {*self._peers} - {only})
+            self._peers.send_to_all(line, without=() if only is None else {*self._peers} - {only})
         return ranks[:MOST_LINES]
 
     def _say_that_ranks_wait(self, stall: Stall | None, now: float) -> None:
@@ -174,7 +166,8 @@ class Watch:
         if stall is not None and self._said_stall is None:
             if (cut := self._cut(stall, now)) is None:
                 return
-            self.send_to_all(messages.Line(self._who_waits(stall) + (f"; {unreachable(cut).what}" if cut else "")))
+            apart = f"; {unreachable(cut).what}" if cut else ""
+            self._peers.send_to_all(messages.Line(self._who_waits(stall) + apart))
         self._said_stall = stall
 
     def _cut(self, stall: Stall, now: float) -> Sequence[Pair] | None:
@@ -240,7 +233,7 @@ class Watch:
 
     def stop(self, now: float) -> None:
         """Decide nothing any more: the ranks begin anew, with another watch. Observers get the stacks that are here."""
-        self._inquiries.end(now, without=(DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK))
+        self.inquiries.end(now, without=(DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK))
 
     def end_because_of_gone(self, rank: int, reason: str) -> None:
         """End the run because the connection to a rank's agent has ended: so has the agent, or its host."""
@@ -308,8 +301,8 @@ class Watch:
         return found is not None
 
     def _end_because_of(self, info: RankInfo, what: str, *, why: str, next: str, kind: str = GONE) -> None:
-        verdict = lost_rank(info, what, why=why, next=f"{next}\nthen {self._roll_call.run.start_again}")
-        self.end_of_work.lose(Loss(verdict, kind))
+        error = lost_rank(info, what, why=why, next=f"{next}\nthen {self._roll_call.run.start_again}")
+        self.end_of_work.lose(Loss(verdict_about(info, LastWords.of(error), is_loss=True), kind))
 
     def _end_because_of_finished(self, rank: int, early: Sequence[int], place: str, now: float) -> None:
         """End the run: ``rank`` is in a call of torch, at ``place``, in which the ranks ``early`` take part no more; or
@@ -339,16 +332,8 @@ class Watch:
             return
         cut = self._cut(now_stalled, now)
         if cut is not None and not self._end_because_of_stopped(now, 0):
-            beats = {rank: self.health.beat(rank) for rank in (*now_stalled.waiting, *now_stalled.behind)}
-            infos = {info.rank: info for info in self._roll_call.infos()}
-            verdict = stalled(infos, now_stalled, beats, stacks, self._roll_call.run.start_again, cut)
+            verdict = stalled(self._roll_call, self.health, now_stalled, stacks, cut)
             self.mismatch_search.lose_unless_mismatch(Loss(verdict, AWAITED), now)
-
-    def send_to_all(self, message: messages.Message, without: Collection[int] = ()) -> None:
-        line, without = encode(message), frozenset(without)
-        for rank, peer in self._peers.items():
-            if rank not in without:
-                peer.connection.write(line)
 
     # -- what is asked, and what agents reply ----------------------------------------------------------------------
 
@@ -361,11 +346,5 @@ class Watch:
 
     def ask_for_stacks(self, answers: object, ranks: Iterable[int], then: Then, now: float) -> None:
         """Ask for the stacks of those of these ranks whose agents reply in time."""
-        self._inquiries.ask(answers, STACKS, ranks, messages.AskStacks(), STACKS_WITHIN, then, now)
-
-    def take_reply(self, rank: int, number: int, reply: Any, now: float) -> None:
-        self._inquiries.take_reply(rank, number, reply, now)
-
-    def gone(self, rank: int) -> None:
-        """Await no reply from a rank whose connection has ended."""
-        self._inquiries.gone(rank)
+        inquiry = Inquiry(STACKS, {*ranks}, now + STACKS_WITHIN, then)
+        self.inquiries.ask(answers, inquiry, messages.AskStacks(), now)

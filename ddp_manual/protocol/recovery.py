@@ -13,14 +13,14 @@ from collections.abc import Collection, Mapping
 from msgspec.structs import replace
 
 from ddp_manual import messages
-from ddp_manual.protocol.end_or_begin_anew import BROKEN, OWN_CODE, SILENT, Loss
-from ddp_manual.protocol.handshakes import Peer
+from ddp_manual.protocol.end_or_begin_anew import BROKEN, SILENT, Loss
+from ddp_manual.protocol.handshakes import Peer, Peers
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.run_states import Working
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
-from ddp_manual.ranks_and_runs import RunInfo, Verdict
+from ddp_manual.ranks_and_runs import RunInfo
 
 
 class Recovery:
@@ -33,15 +33,14 @@ class Recovery:
 
     def __init__(self, roll_call: RollCall, policy: WaitOrShrink, now: float) -> None:
         self.policy = policy
-        self.peers: dict[int, Peer] = {}
-        """Rank -> its connection."""
+        self.peers = Peers()
         self.now = now
         """When what is being handled came, or was due."""
         self.resumed_at = -math.inf
         """When this process last ran again after it was stopped for long: the other ranks may have given it up."""
         self.watch = Watch(roll_call, self.peers, now)
         """Who watches the ranks: another one each time that all begin anew."""
-        self.stop_step = StopStep(self.watch.send_to_all)
+        self.stop_step = StopStep(self.peers)
         self._roll_call = roll_call
 
     @property
@@ -81,9 +80,7 @@ class Recovery:
         for rank in alone:
             self._roll_call.leave(rank, left_out=lost[rank].is_newcomer and rank in self.policy.back)
         no_further = all(loss.is_newcomer for loss in lost.values())
-        own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE and not loss.is_newcomer}
-        lost_ranks = {rank: loss.verdict for rank, loss in lost.items()}
-        self.begin_again(lost_ranks, own_code=own_code, missing_for=state.missing_for if no_further else 0.0)
+        self.begin_again(lost, missing_for=state.missing_for if no_further else 0.0)
         for rank, peer in peers.items():
             if lost[rank].kind == SILENT:
                 self.vacate_seat(peer)
@@ -108,14 +105,8 @@ class Recovery:
             return False
         return self._roll_call.info(rank).starts_again or loss.kind == BROKEN
 
-    def begin_again(
-        self,
-        lost: Mapping[int, Verdict],
-        back: Collection[int] = (),
-        own_code: Collection[int] = (),
-        missing_for: float = 0.0,
-    ) -> None:
-        """Begin anew without the ranks that are ``lost``, some of them by their ``own_code``, or with those ``back``.
+    def begin_again(self, lost: Mapping[int, Loss], back: Collection[int] = (), missing_for: float = 0.0) -> None:
+        """Begin anew without the ranks that are ``lost``, or with those ``back``.
 
         Args:
             missing_for: seconds for which the lost ranks have been missing already.
@@ -123,9 +114,9 @@ class Recovery:
         now, at_work = self.now, self.at_work
         self.watch.stop(now)
         self.watch = Watch(self._roll_call, self.peers, now)
-        self.stop_step = StopStep(self.watch.send_to_all)
+        self.stop_step = StopStep(self.peers)
         self._roll_call.begin_again(at_work, now - missing_for, self._run.rejoin_timeout)
-        self.policy.begin(lost, now, back, replaced=at_work, own_code=own_code)
+        self.policy.begin(lost, now, back, replaced=at_work)
         for rank in at_work:
             self.replace_worker(self.peers[rank])
         self.shrink_if_due()
@@ -161,5 +152,5 @@ class Recovery:
         restarted = [rank for rank in self.policy.lost if rank in here]
         if (refusal := self.policy.refusal(restarted, here)) is not None:
             self.watch.end_of_work.end_the_run(refusal)
-        elif (line := self.policy.kept(self._run, here, self._roll_call.missing, self._roll_call.left_out)) is not None:
-            self.watch.send_to_all(messages.Line(line))
+        elif (line := self.policy.kept(self._roll_call)) is not None:
+            self.peers.send_to_all(messages.Line(line))

@@ -20,7 +20,6 @@ from ddp_manual.messages import News
 from ddp_manual.protocol import admission
 from ddp_manual.protocol.compatibility import SAID_ALIKE, mismatch_when_ready
 from ddp_manual.protocol.gpus_of_ranks import more_ranks_than_gpus, shared_gpu
-from ddp_manual.protocol.heartbeat_times import silent_after
 from ddp_manual.protocol.places import assign_places
 from ddp_manual.protocol.run_states import Gathering, Member, Over, Working
 from ddp_manual.protocol.seat_states import BEGUN_ANEW, GIVEN_UP, LEFT_OUT, LOADED, TAKEN, Seat
@@ -303,7 +302,7 @@ class RollCall:
 
     def silent(self, now: float) -> list[int]:
         """Return the ranks, without rank 0, that have been silent for too long."""
-        latest = now - silent_after(self.run)
+        latest = now - self.run.silent_after
         return [rank for rank, member in self.members.items() if rank and member.heard < latest]
 
     def infos(self) -> list[RankInfo]:

@@ -14,7 +14,7 @@ from functools import partial
 from ddp_manual import messages
 from ddp_manual.protocol.collective_comparison import Comparison, Look, Seen
 from ddp_manual.protocol.end_or_begin_anew import EndOfWork, Loss
-from ddp_manual.protocol.inquiries import STACKS, Inquiries
+from ddp_manual.protocol.inquiries import STACKS, Inquiries, Inquiry
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.verdict_words import verdict_about, with_last_collectives
 from ddp_manual.ranks_and_runs import LastWords, more_seconds
@@ -79,8 +79,8 @@ class MismatchSearch:
             return
         within = RECORDS_WITHIN + more_seconds(self._roll_call.run.world_size) / 2
         request = messages.AskRecords(next(self._numbers), **wanted)
-        then = partial(self._go_on_looking, look)
-        self._inquiries.ask(DO_CALLS_DIFFER, request.number, ranks, request, within, then, now)
+        inquiry = Inquiry(request.number, {*ranks}, now + within, partial(self._go_on_looking, look))
+        self._inquiries.ask(DO_CALLS_DIFFER, inquiry, request, now)
 
     def _go_on_looking(self, look: Look, replies: Mapping[int, messages.RecordsReply], now: float) -> None:
         """Go on with a look; once it is over no loss waits for it, whatever the replies say."""

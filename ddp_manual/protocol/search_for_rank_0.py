@@ -81,31 +81,27 @@ class Search(NamedTuple):
             waited: seconds so far.
             elsewhere: what ``hint`` has said.
         """
-        seen, finding = self._judge(all_seen, waited)
+        seen = max(all_seen, key=lambda one: list(Answer).index(one.answer))
+        if seen.answer in NOT_RANK_0:
+            error = self._not_rank_0(seen)
+            finding = Finding(f"{error.what}: {seen.answer.value}", error)
+        else:
+            finding = self._no_rank_0(seen, all_seen, f" for {waited:.0f} s" if waited >= 1 else "")
         if elsewhere:
             finding.error.next = f"{elsewhere}\notherwise:\n{finding.error.next}"
             finding = Finding(f"{finding.line} ({elsewhere})", finding.error)
         return seen, finding
 
-    def _judge(self, all_seen: Sequence[Seen], waited: float) -> tuple[Seen, Finding]:
-        seen = max(all_seen, key=lambda one: list(Answer).index(one.answer))
-        if seen.answer in NOT_RANK_0:
-            error = self._not_rank_0(seen)
-            return seen, Finding(f"{error.what}: {seen.answer.value}", error)
-        addresses, own = [one.address for one in all_seen], self.spec.master_addr
-        where = self.where if addresses == [own] else f"{self.where} ({own} is {', '.join(addresses)})"
+    def _no_rank_0(self, seen: Seen, all_seen: Sequence[Seen], waited: str) -> Finding:
+        """Return what the answers mean if none of them shows that another program is there; ``seen`` decides."""
+        addresses, name, port = [one.address for one in all_seen], self.spec.master_addr, self.spec.master_port
+        where = self.where if addresses == [name] else f"{self.where} ({name} is {', '.join(addresses)})"
         if all(map(is_loopback, addresses)):
             where += f", which is {self.host} itself"
         tried = "; ".join(
-            f"{at(one.address, self.spec.master_port)}: {one.answer.value}{f' ({one.detail})' if one.detail else ''}"
-            for one in all_seen
+            f"{at(one.address, port)}: {one.answer.value}{f' ({one.detail})' if one.detail else ''}" for one in all_seen
         )
         why = f"{self.who} on {self.host} tried {tried}"
-        return seen, self._no_rank_0(seen, where, why, f" for {waited:.0f} s" if waited >= 1 else "")
-
-    def _no_rank_0(self, seen: Seen, where: str, why: str, waited: str) -> Finding:
-        """Return what an answer means that does not show that another program is there."""
-        name, port = self.spec.master_addr, self.spec.master_port
         if seen.answer is Answer.REFUSED:
             if self.spec.source("master_addr") == "default":
                 why += "\nno --master_addr was given: this is the default, for rank 0 on the same host"

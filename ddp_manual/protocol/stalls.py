@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddp_manual.longest_wait import LongestWait, longest_wait
-from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.watched_rank import WatchedRank, began_fewer, by_group, since
 from ddp_manual.ranks_and_runs import LEAVING, RunInfo
 
@@ -48,7 +47,7 @@ def find_stall(
         return None
     fewest = by_group((known.beat.begun for known in active.values()), min)
     # The heartbeat of a rank, and the look at it, may each be one period late.
-    late = 2 * heartbeat_period(run)
+    late = 2 * run.heartbeat_period
     longest = {rank: longest_wait(run, known.beat.timeout_of_wait(fewest), late) for rank, known in active.items()}
     seconds = {rank: longer_than or one.seconds for rank, one in longest.items()}
     long = [rank for rank, known in active.items() if now - known.changed > seconds[rank]]

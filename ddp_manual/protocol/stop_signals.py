@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddp_manual import from_agent, messages
 from ddp_manual.errors import DdpManualError, Stopped, asked_by
+from ddp_manual.from_worker import Handling
 from ddp_manual.protocol import states
 from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.signal_handlers import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
@@ -22,19 +22,6 @@ KNOWN_AFTER = 0.6
 # Seconds that a worker has, when the run ends, to finish its checkpoint, or to do what its program does about a signal
 # that has asked it to stop, on this host or another one. torchrun gives as long.
 SAVE_WITHIN = 30.0
-
-
-class Handling(enum.Enum):
-    """What the worker does about signals."""
-
-    LOADING = enum.auto()
-    """Its program has not begun: a signal simply ends the rank."""
-    BY_ITSELF = enum.auto()
-    """Its program handles them, as any program does."""
-    WITH_ALL = enum.auto()
-    """It stops with all ranks after the same step, and saves when it is asked to."""
-    DONE = enum.auto()
-    """It has done its part, and is leaving."""
 
 
 @dataclass
@@ -136,8 +123,8 @@ class StopSignals:
             if isinstance(rank.state, states.Placed):
                 rank.tell(from_agent.Save())
         elif isinstance(rank.state, states.Alone):  # nobody else names a step
-            rank.tell(from_agent.AskStep())
-            rank.tell(from_agent.StopAfter(0, number, [rank.number]))
+            rank.tell(messages.AskStep())
+            rank.tell(messages.StopAfter(0, number, [rank.number]))
         else:
             rank.send(messages.Stopping(number))
 

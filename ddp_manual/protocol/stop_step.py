@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from ddp_manual import messages
+from ddp_manual.protocol.handshakes import Peers
 
 
 class StopStep:
     """The ranks that a signal has asked to stop, and how many steps each rank has done.
 
     Ranks that are asked do their next step at most, and so that step is one that all can stop after.
-
-    Args:
-        send_to_all: sends a message to all ranks.
     """
 
-    def __init__(self, send_to_all: Callable[[messages.FromRank0], None]) -> None:
-        self._send_to_all = send_to_all
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._asked: dict[int, int] = {}
         """Rank -> the first signal that it has got."""
         self._done: dict[int, int] = {}
@@ -26,7 +24,7 @@ class StopStep:
     def ask(self, rank: int, number: int) -> None:
         """Note that a signal has come to this rank, and ask all ranks for their steps if it is the first."""
         if not self._asked:
-            self._send_to_all(messages.AskStep())
+            self._peers.send_to_all(messages.AskStep())
         self._asked.setdefault(rank, number)
 
     def take(self, rank: int, steps: int) -> None:
@@ -39,4 +37,4 @@ class StopStep:
         if is_due and self._done.keys() >= {*awaited()}:
             number, ranks = next(iter(self._asked.values())), sorted(self._asked)
             self._named = messages.StopAfter(max(self._done.values(), default=0) + 1, number, ranks)
-            self._send_to_all(self._named)
+            self._peers.send_to_all(self._named)

@@ -20,8 +20,9 @@ from ddp_manual.errors import (
     TrainingFailed,
 )
 from ddp_manual.protocol.collective_comparison import rank_words
+from ddp_manual.protocol.health import Health
 from ddp_manual.protocol.reachability import Pair, unreachable
-from ddp_manual.protocol.roll_call import MOST_NAMED
+from ddp_manual.protocol.roll_call import MOST_NAMED, RollCall
 from ddp_manual.protocol.stalls import Stall
 from ddp_manual.ranks_and_runs import LONGEST_TEXT, Beat, LastWords, RankInfo, RunInfo, Verdict
 from ddp_manual.wording import as_ranges, counted, in_words
@@ -54,9 +55,8 @@ def error_for(rank: int, verdict: Verdict) -> DdpManualError:
     return error
 
 
-def lost_rank(info: RankInfo, what: str, *, why: str, next: str, exit_code: int | None = None) -> Verdict:
-    words = LastWords.of((PeerLost if info.rank else MasterLost)(f"{info.who} {what}", why=why, next=next))
-    return verdict_about(info, words if exit_code is None else replace(words, exit_code=exit_code), is_loss=True)
+def lost_rank(info: RankInfo, what: str, *, why: str, next: str) -> DdpManualError:
+    return (PeerLost if info.rank else MasterLost)(f"{info.who} {what}", why=why, next=next)
 
 
 def closed_because(info: RankInfo, beat: Beat, waiting: int, then: str) -> Verdict:
@@ -81,36 +81,31 @@ def rank_0_lost(run: RunInfo, beat: Beat, what: str, why: str) -> MasterLost:
 
 
 def stalled(
-    members: Mapping[int, RankInfo],
-    stall: Stall,
-    beats: Mapping[int, Beat],
-    stacks: Mapping[int, str],
-    again: str,
-    cut: Sequence[Pair] = (),
+    roll_call: RollCall, health: Health, stall: Stall, stacks: Mapping[int, str], cut: Sequence[Pair]
 ) -> Verdict:
     """Return the verdict about ranks that are alive, and do not come to the collective in which the others wait.
 
     Args:
         cut: the hosts that cannot connect to each other any more.
     """
-    shown = stall.behind[:2] or one_per_place(stall, beats)
-    why = _where_they_are(members, stall, beats, stacks, shown)
+    shown = stall.behind[:2] or one_per_place(stall, health)
+    why = _where_they_are(roll_call, health, stall, stacks, shown)
     if stall.behind:
         first, *others = stall.behind
-        info = members[first]
+        info = roll_call.info(first)
         also = f", and {in_words(as_ranges(others))}" if others else ""
         waiting = f"{in_words(as_ranges(sorted(stall.waiting)))} wait" + "s" * (len(stall.waiting) == 1)
         are = "are" if others else "is"
         what = f"{info.who}{also} {are} stuck while others wait: {waiting} for {stall.seconds:.0f} s"
         next = f"repair what the stack shows; work that takes this long while others wait needs {stall.longest.larger}"
     else:
-        info = members[stall.waiting[0]]
+        info = roll_call.info(stall.waiting[0])
         what = f"all ranks have waited in a collective for {stall.seconds:.0f} s"
         next = (
             "a connection between two of them may be cut: ddp-manual check tries them all\n"
             f"or a step takes longer than that, and needs {stall.longest.larger}"
         )
-        if any(beats[rank].unfinished for rank in stall.waiting):
+        if any(health.beat(rank).unfinished for rank in stall.waiting):
             next = f"{next}\nor one of their GPUs hangs: nvidia-smi on each host, and dmesg for Xid"
         if len(shown) > 1:
             next = (
@@ -123,23 +118,20 @@ def stalled(
             next = "they could when the run began: look at cables, switches and firewalls between these hosts"
         else:
             what = f"{what}, and none is behind"
-    return verdict_about(info, LastWords.of(PeerStalled(what, why="\n".join(why), next=f"{next}\nthen {again}")))
+    error = PeerStalled(what, why="\n".join(why), next=f"{next}\nthen {roll_call.run.start_again}")
+    return verdict_about(info, LastWords.of(error))
 
 
 def _where_they_are(
-    members: Mapping[int, RankInfo],
-    stall: Stall,
-    beats: Mapping[int, Beat],
-    stacks: Mapping[int, str],
-    shown: Sequence[int],
+    roll_call: RollCall, health: Health, stall: Stall, stacks: Mapping[int, str], shown: Sequence[int]
 ) -> list[str]:
     """Return lines about where stalled ranks are, with the Python stacks of the ranks ``shown``."""
     ranks = [*stall.behind, *stall.waiting]
-    why = [
-        f"{members[rank].who}: {beats[rank].at_step()}, on {beats[rank].place or 'no line of Python'}"
-        + f", {counted(beats[rank].unfinished, 'collective')} not completed by its GPU" * (beats[rank].unfinished > 0)
-        for rank in ranks[:MOST_NAMED]
-    ]
+    why = []
+    for rank in ranks[:MOST_NAMED]:
+        beat = health.beat(rank)
+        gpu = f", {counted(beat.unfinished, 'collective')} not completed by its GPU" if beat.unfinished > 0 else ""
+        why.append(f"{roll_call.info(rank).who}: {beat.at_step()}, on {beat.place or 'no line of Python'}{gpu}")
     if len(ranks) > MOST_NAMED:
         why.append("...")
     if stall.fewer:
@@ -149,9 +141,9 @@ def _where_they_are(
         )
     for rank in shown:
         if rank in stacks:
-            why.append(f"the Python stack of {members[rank].who}:\n{stacks[rank][-LONGEST_TEXT:]}")
+            why.append(f"the Python stack of {roll_call.info(rank).who}:\n{stacks[rank][-LONGEST_TEXT:]}")
         else:
-            why.append(f"{members[rank].who} did not send its Python stack in time")
+            why.append(f"{roll_call.info(rank).who} did not send its Python stack in time")
     return why
 
 
@@ -165,9 +157,9 @@ def with_last_collectives(verdict: Verdict, last: Mapping[int, str]) -> Verdict:
     return replace(verdict, why="\n".join([verdict.why, *lines, *["..."] * (len(together) > MOST_NAMED)]))
 
 
-def one_per_place(stall: Stall, beats: Mapping[int, Beat]) -> list[int]:
+def one_per_place(stall: Stall, health: Health) -> list[int]:
     """Return the ranks whose stacks to show: one for each line of the program on which ranks wait, two at most."""
     first: dict[str, int] = {}
     for rank in (*stall.fewer, *stall.waiting):
-        first.setdefault(beats[rank].place, rank)
+        first.setdefault(health.beat(rank).place, rank)
     return sorted([*first.values()][:2])

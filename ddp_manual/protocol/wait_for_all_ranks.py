@@ -17,7 +17,6 @@ from ddp_manual.on_rank_loss import LEAVE, WAIT
 from ddp_manual.protocol import verdict_words
 from ddp_manual.protocol.compatibility import mismatch
 from ddp_manual.protocol.handshakes import Handshakes, Peer
-from ddp_manual.protocol.heartbeat_times import heartbeat_period
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.missing_ranks import missing_ranks_error
 from ddp_manual.protocol.reachability import Pair, unreachable
@@ -124,7 +123,7 @@ class Meeting:
             self._peers[rank] = peer
             so_far = self._roll_call.info(rank).goes_on
             held = so_far.held if so_far is not None else None
-            self._policy.take_held(rank, held, held[1] if held is not None else 0)
+            self._policy.take_held(rank, held, held.step if held is not None else 0)
         if self._line_for_rank_0 and 0 in self._peers:  # whose own hello may come later than that of another rank
             self._peers[0].connection.send(messages.Line(self._line_for_rank_0))
             self._line_for_rank_0 = ""
@@ -202,7 +201,7 @@ class Meeting:
         if self._watch.is_undecided or self._watch.health.has_finished():
             return False
         # Otherwise the last messages of a rank may be unread, such as that it has finished.
-        heard_since = self._now - self._recovery.resumed_at > 2 * heartbeat_period(self._run)
+        heard_since = self._now - self._recovery.resumed_at > 2 * self._run.heartbeat_period
         return heard_since and self._watch.health.late(self._now) is None
 
     def _complete(self) -> None:
@@ -222,7 +221,7 @@ class Meeting:
         self._roll_call.complete(now)
         if gone_on is not None:
             line, self.record = gone_on
-            self._watch.send_to_all(messages.Line(line))
+            self._peers.send_to_all(messages.Line(line))
             self._watch.end_of_work.newcomers = newcomers
         _, source = self._policy.newest(places)
         self._watch.health.restart(now)
@@ -288,7 +287,7 @@ class Meeting:
         elif self._policy.newest(self._roll_call.members)[0] is None:
             self.refuse_all(never_taken.error())
         else:
-            self._watch.send_to_all(messages.Expired(never_taken))
+            self._peers.send_to_all(messages.Expired(never_taken))
             self._roll_call.stopping.update(self._roll_call.members)
             self._recovery.shrink_if_due()
 
@@ -297,4 +296,4 @@ class Meeting:
         assert isinstance(state, Gathering)
         self._roll_call.changed = False
         waited, news = self._now - state.since, self._roll_call.news()
-        self._watch.send_to_all(replace(news, waited=waited, timeout=state.limit, for_lost=for_lost))
+        self._peers.send_to_all(replace(news, waited=waited, timeout=state.limit, for_lost=for_lost))

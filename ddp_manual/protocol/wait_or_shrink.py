@@ -14,11 +14,11 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from ddp_manual.errors import MasterLost, PeerLost
-from ddp_manual.held_state_memory import Moment
 from ddp_manual.on_rank_loss import SHRINK
-from ddp_manual.protocol.heartbeat_times import silent_after
+from ddp_manual.protocol.end_or_begin_anew import OWN_CODE, Loss
+from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.verdict_words import verdict_about
-from ddp_manual.ranks_and_runs import LastWords, RankInfo, RunInfo, RunSoFar, Verdict
+from ddp_manual.ranks_and_runs import LastWords, Moment, RankInfo, RunInfo, RunSoFar, Verdict
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wording import as_ranges, counted, in_words
 
@@ -101,29 +101,24 @@ class WaitOrShrink:
         return self.paused and self._went_on is None
 
     def begin(
-        self,
-        lost: Mapping[int, Verdict],
-        now: float,
-        back: Collection[int] = (),
-        replaced: Collection[int] = (),
-        own_code: Collection[int] = (),
+        self, lost: Mapping[int, Loss], now: float, back: Collection[int] = (), replaced: Collection[int] = ()
     ) -> None:
         """Note that all begin anew: these ranks were ``lost``, or others are ``back`` in a world that has shrunk.
 
         Args:
             replaced: the ranks whose workers are replaced, and whose agents will say what they hold.
-            own_code: the lost ranks whose own code has raised.
         """
+        own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE and not loss.is_newcomer}
         self._pause = Pause(now, own_code)
-        self.lost, self.back = {**lost}, {*back}
+        self.lost, self.back = {rank: loss.verdict for rank, loss in lost.items()}, {*back}
         for rank in {*lost, *replaced}:
             self.held.pop(rank, None)
         self.count += len(lost)
         self._tries.clear()
 
-    def take_held(self, rank: int, held: tuple[int, int] | tuple[int, int, bool] | None, steps_done: int) -> None:
+    def take_held(self, rank: int, held: Moment | None, steps_done: int) -> None:
         """Note which state a rank holds, and how many steps it has done."""
-        self.held[rank] = Moment(*held) if held is not None else None
+        self.held[rank] = held
         if self._pause is not None:
             self._pause.steps_done = max(self._pause.steps_done, steps_done)
 
@@ -165,7 +160,7 @@ class WaitOrShrink:
         shrink_after = math.inf if run.shrink_after is None else run.shrink_after
         shrink_after = 0.0 if run.on_loss == SHRINK else shrink_after
         # Survivors may be on their way to a new rank 0, or back to this one, which they have given up.
-        until_they_are_here = silent_after(run) + SURVIVORS_WITHIN
+        until_they_are_here = run.silent_after + SURVIVORS_WITHIN
         if self.adopted:
             shrink_after = max(shrink_after, until_they_are_here)
         if since_a_stop < until_they_are_here:
@@ -255,25 +250,18 @@ class WaitOrShrink:
         }
         return line, record
 
-    def kept(
-        self, run: RunInfo, here: Collection[int], missing: Sequence[int], left_out: Collection[int] = ()
-    ) -> str | None:
-        """Return the line about a loss, once, when all ranks that are here have said what they hold; otherwise None.
-
-        Args:
-            left_out: the ranks without which the others go on.
-        """
+    def kept(self, roll_call: RollCall) -> str | None:
+        """Return the line about a loss, once, when all ranks that are here have said what they hold; otherwise None."""
         if self._pause is None or self._pause.said:
             return None
-        waits = run.resumes and not self.have_said(here)
+        waits = roll_call.run.resumes and not self.have_said(roll_call.have_worked)
         if waits or not self.lost:
             return None
-        self._pause.said = self._words_of_loss(run, here, missing, left_out)
+        self._pause.said = self._words_of_loss(roll_call)
         return self._pause.said
 
-    def _words_of_loss(
-        self, run: RunInfo, here: Collection[int], missing: Sequence[int], left_out: Collection[int]
-    ) -> str:
+    def _words_of_loss(self, roll_call: RollCall) -> str:
+        run, here, missing = roll_call.run, roll_call.have_worked, roll_call.missing
         moment, _ = self.newest(here)
         holders = [rank for rank in sorted(here) if self.held.get(rank) == moment]
         state = "no state is held yet"
@@ -281,7 +269,7 @@ class WaitOrShrink:
             state = "all ranks' programs will start again, those that call hold() with what they hold"
         elif moment is not None:
             state = f"state of step {moment.step} is held by {in_words(as_ranges(holders))}"
-        seats = missing or sorted(self.lost.keys() & set(left_out))
+        seats = missing or sorted(self.lost.keys() & set(roll_call.left_out))
         whats = "; ".join(verdict.what for rank, verdict in self.lost.items() if rank in seats or not seats)
         if not seats:
             return f"{whats}. It is started again; {state}"

@@ -11,7 +11,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ddp_manual import from_agent, from_worker, messages
+from ddp_manual import from_worker, messages
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import how_a_worker_ended, states, verdict_words
@@ -76,7 +76,7 @@ class Explanation:
             self._shell.fail(error)
             return
         rank.enter(states.Alone())
-        rank.tell(from_agent.Close())
+        rank.tell(messages.Close())
         rank.later((self._shell.worker.until or 0) - rank.now, partial(self._shell.fail, stopped))
 
     def rank_0_is_gone(self, reason: str) -> None:
@@ -128,52 +128,48 @@ class Explanation:
             self._shell.fail(own)
         elif broken_at is None or work.words_of_another is None:  # otherwise the rank that has failed is known
             self._rank.send_beat()
-            words, in_torch = LastWords.of(own), message.in_a_collective
-            self._ask_for_verdict(messages.Failed(words, broken_at=broken_at, in_a_collective=in_torch), own)
+            self._ask_for_verdict(own, broken_at=broken_at, in_torch=message.in_a_collective)
 
     def is_stopped_by_signal(self, status: int | None) -> bool:
         """Return whether a signal is why the program ended with this status; if so, end with that."""
-        code = 1 if status is None else 128 - status if status < 0 else status
-        stopped = self._signals.stopped_by(code)
+        stopped = self._signals.stopped_by(how_a_worker_ended.exit_code(status))
         if stopped is not None:
-            self._ask_for_verdict(messages.Failed(LastWords.of(stopped)), stopped)
+            self._ask_for_verdict(stopped)
         return stopped is not None
 
     def worker_is_lost(self) -> None:
         """End because the worker's process has ended without a word."""
         rank, worker = self._rank, self._shell.worker
         info = replace(self._shell.info, pid=worker.pid)
-        oom, stack, replaced = worker.ran_out_of_memory, worker.crash_stack, rank.work.is_replaced
-        verdict = how_a_worker_ended.lost(
-            info, worker.beat, rank.again, status=worker.status, oom=oom, stack=stack, replaced=replaced
-        )
-        error = verdict_words.error_for(rank.number, verdict)
+        error = how_a_worker_ended.lost(info, worker, rank.again, replaced=rank.work.is_replaced)
         if rank.work.words_of_another == PeerLost.identifier:  # the other rank has only lost its connection to this one
             self._shell.fail(error)
         else:
-            self._ask_for_verdict(messages.Failed(verdict.words, judged=True), error)
+            self._ask_for_verdict(error, judged=True)
 
     def no_other_worker(self, error: OSError) -> None:
         """End because no other worker can be started."""
-        info, rank = self._shell.info, self._rank
+        info = self._shell.info
         what = f"cannot start another worker: {error.strerror}"
-        next = f"look at the limits of {info.host}: ulimit -a, free\nthen {rank.again}"
-        verdict = verdict_words.lost_rank(info, what, why="its worker was to be replaced", next=next)
-        failed = messages.Failed(verdict.words, judged=True)
-        self._ask_for_verdict(failed, verdict_words.error_for(rank.number, verdict))
+        next = f"look at the limits of {info.host}: ulimit -a, free\nthen {self._rank.again}"
+        lost = verdict_words.lost_rank(info, what, why="its worker was to be replaced", next=next)
+        self._ask_for_verdict(lost, judged=True)
 
-    def _ask_for_verdict(self, failed: messages.Failed, error: DdpManualError) -> None:
-        """Tell the coordinator why this rank ends, and end with its verdict; with ``error`` if no verdict comes."""
+    def _ask_for_verdict(
+        self, error: DdpManualError, *, judged: bool = False, broken_at: str | None = None, in_torch: bool = False
+    ) -> None:
+        """Tell the coordinator why this rank ends, and end with its verdict; with ``error`` if no verdict comes.
+        ``messages.Failed`` says what the arguments mean."""
         rank = self._rank
         if not self._shell.is_connected or isinstance(rank.state, (states.Alone, states.Left)):
             self._shell.fail(error)
             return
         assert rank.run is not None
-        rank.send(failed)
+        rank.send(messages.Failed(LastWords.of(error), judged, broken_at, in_torch))
         within = VERDICT_WITHIN + more_seconds(rank.run.world_size)
-        if failed.broken_at is not None and rank.may_look_for_rank_0:
+        if broken_at is not None and rank.may_look_for_rank_0:
             return  # rank 0 says how all go on; if it is silent for too long, this rank keeps its state
-        if failed.broken_at is not None:  # only the other ranks can explain a broken collective
+        if broken_at is not None:  # only the other ranks can explain a broken collective
             why = f"in this rank {error.what}"
             what = f"has not said within {within:.1f} s which rank is to blame"
             lost = verdict_words.rank_0_lost(rank.run, self._shell.worker.beat, what, why)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_manual.errors import BadOption
-from ddp_manual.held_state_memory import HeldMemory, Moment, Slot
-from ddp_manual.ranks_and_runs import Place
+from ddp_manual.held_state_memory import HeldMemory, Slot
+from ddp_manual.ranks_and_runs import Moment, Place
 from ddp_manual.training import ddp
 
 logger = logging.getLogger(__name__)

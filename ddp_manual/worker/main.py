@@ -20,7 +20,7 @@ import torch.distributed as dist
 from msgspec.structs import asdict
 from torch.distributed import TCPStore
 
-from ddp_manual import errors, from_agent, from_worker
+from ddp_manual import errors, from_agent, from_worker, messages
 from ddp_manual.environment import machine, variables_for_a_rank
 from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.join_steps import Steps
@@ -230,8 +230,8 @@ class Rank:
             self._loss_record.write()
         world.stop_heeding_signals()
         self.reporter.send_beat()  # the number of begun collectives is final now
-        self.reporter.send(from_worker.Finished())
-        self.reporter.wait(from_agent.Close)
+        self.reporter.send(messages.Finished())
+        self.reporter.wait(messages.Close)
         if not process_group.close_process_group(world.device):
             within = process_group.CLOSE_WITHIN
             logger.warning("the process group does not close within %d s, and is left as it is", within)
@@ -252,7 +252,7 @@ class Rank:
         """Tell the agent that the program's work is done; on rank 0 wait until nobody needs torch's store."""
         if not self.has_left:
             self.reporter.send_beat()
-            self.reporter.send(from_worker.Finished())
+            self.reporter.send(messages.Finished())
             if self._store is not None:
                 self.reporter.send(from_worker.Left())
         if self._store is not None:

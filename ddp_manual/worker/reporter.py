@@ -19,7 +19,7 @@ import weakref
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
-from ddp_manual import from_agent, from_worker, orphans, terminal
+from ddp_manual import from_agent, from_worker, messages, orphans, terminal
 from ddp_manual.deadline import done_within
 from ddp_manual.ranks_and_runs import OPENING, Beat
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, Unreadable, encode_local
@@ -68,7 +68,7 @@ class Reporter:
         """Whether the training thread has failed and is closing what is open."""
         self.over = False
         """Whether this rank has left the run, so that the agent may end."""
-        self.stops = Stops(self.send, lambda: self.wait(from_agent.StopAfter))
+        self.stops = Stops(self.send, lambda: self.wait(messages.StopAfter))
         self._channel = channel
         _open.add(channel)
         self._reader = LineReader(from_agent.read, LONGEST_ANSWER)
@@ -188,7 +188,7 @@ class Reporter:
         self._said[type(message)] = message
         self._agent_spoke.set()
         match message:
-            case from_agent.AskStep():
+            case messages.AskStep():
                 self.stops.ask()
             case from_agent.Save():
                 self.save_is_asked = True

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ddp_manual.from_agent import StopAfter
-from ddp_manual.from_worker import FromWorker, StepsDone
+from ddp_manual.from_worker import FromWorker
+from ddp_manual.messages import StepsDone, StopAfter
 
 
 class Stops:

@@ -20,9 +20,10 @@ from torch.distributed import Store
 from ddp_manual import from_worker, signal_handlers, terminal
 from ddp_manual.deadline import Waiting
 from ddp_manual.errors import BadOption, DataMissing, DdpManualError, PeerGone, Stopped, escaped, from_dict
-from ddp_manual.from_agent import StopAfter
+from ddp_manual.from_worker import HandlesSignals, Handling
 from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.join_steps import Step
+from ddp_manual.messages import StopAfter
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import ENDED, SAVING, Place
 from ddp_manual.run_folder import own_run_dir
@@ -264,14 +265,14 @@ class World(Place):
 
         self._takes_stops = True
         with signal_handlers.handle_instead(take):
-            tell(from_worker.TakesStops())
+            tell(HandlesSignals(Handling.WITH_ALL))
             try:
                 yield
             finally:
                 self._takes_stops = False
-                tell(from_worker.TakesSignals())
+                tell(HandlesSignals(Handling.BY_ITSELF))
 
     def stop_heeding_signals(self) -> None:
         """Have the agent answer further signals with a line that says: this rank is done, and is leaving."""
         if self._takes_stops:
-            self._reporter.send(from_worker.TakesNoStops())
+            self._reporter.send(HandlesSignals(Handling.DONE))

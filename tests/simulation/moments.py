@@ -18,7 +18,6 @@ from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import LEAVE_TIMEOUT
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
-from ddp_manual.protocol.heartbeat_times import silent_after
 from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.protocol.wait_or_shrink import SURVIVORS_WITHIN
 from tests.simulation.plan import OF_LINKS, SILENT
@@ -129,7 +128,7 @@ class Moments:
                 continue
             since = self.unheard_since.get(holder.rank)
             said_so = peer is None and not coordinator.roll_call.is_over
-            patience = SLACK if said_so else silent_after(coordinator.run) + SLACK
+            patience = SLACK if said_so else coordinator.run.silent_after + SLACK
             if since is not None and self.run.loop.now - since > patience:
                 self.run.break_invariant(8, f"the seat of rank {number} is kept for a process that is dead or silent")
 

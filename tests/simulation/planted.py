@@ -49,7 +49,7 @@ class Finding(NamedTuple):
 
 
 FAULTS = (
-    Planted("a silent rank is never silent", "if max(seconds.values(), default=0.0) <= silent", "if silent"),
+    Planted("a silent rank is never silent", "default=0.0) <= self._run.silent_after:", "default=0.0) or True:"),
     Planted("a stopped worker counts for ever", "now - known.stopped_since > seconds", "False"),
     Planted(
         "a stall is never found",
@@ -78,7 +78,7 @@ FAULTS = (
         "self.missing_since, self.loading_since = now, None",
     ),
     Planted("left out for ever", "            self._become(rank, Seat.EMPTY)\n", "            pass\n"),
-    Planted("survivors are not awaited", "silent_after(run) + SURVIVORS_WITHIN", "0.0"),
+    Planted("survivors are not awaited", "run.silent_after + SURVIVORS_WITHIN", "0.0"),
     Planted("a silent newcomer keeps its seat", "if not begun or self._roll_call.is_left_out(rank)]", "if not begun]"),
     Planted("a second holder of a rank", "if refusal is None and holder is not None:", "if False:"),
     Planted(
@@ -86,9 +86,7 @@ FAULTS = (
         "            self.worker = self._start_worker(self.held)\n        except",
         "            pass\n        except",
     ),
-    Planted(
-        "rank 0's silence is no loss", "if now - self._heard > silent_after(rank.run) and passed < 1:", "if False:"
-    ),
+    Planted("rank 0's silence is no loss", "if now - self._heard > rank.run.silent_after and passed < 1:", "if False:"),
     Planted(
         "give up with what is held",
         "if not isinstance(self._rank.state, states.Placed) and self._rank.so_far is None:",

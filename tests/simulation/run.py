@@ -9,8 +9,8 @@ import random
 import signal
 from functools import partial
 
-from ddp_manual.held_state_memory import Moment
 from ddp_manual.protocol import states
+from ddp_manual.ranks_and_runs import Moment
 from ddp_manual.text_wrapping import wrapped
 from tests.simulation.faults import Faults
 from tests.simulation.moments import Moments

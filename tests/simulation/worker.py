@@ -12,12 +12,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ddp_manual import from_agent, from_worker
+from ddp_manual import from_agent, from_worker, messages
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import PeerLost, Stopped, TrainingFailed
-from ddp_manual.held_state_memory import Moment
 from ddp_manual.messages import Placed
-from ddp_manual.ranks_and_runs import LEAVING, Beat, LastWords, Ready
+from ddp_manual.ranks_and_runs import LEAVING, Beat, LastWords, Moment, Ready
 from ddp_manual.wire import encode_local
 from tests.simulation.network import EMPTY
 
@@ -114,7 +113,7 @@ class Program:
         self.first_step: float | None = None
         """When it had done its first step."""
         self.interrupted = 0
-        self.stops_after: from_agent.StopAfter | None = None
+        self.stops_after: messages.StopAfter | None = None
         """The step of its own after which all stop."""
         self._is_asked = self._waits_for_step = self._takes_stops = False
         self.saves = self.closes_with_all = False
@@ -208,15 +207,15 @@ class Program:
                 )
             case from_agent.TakePlace() if self.phase == WAITING:
                 self._begin(message.placed)
-            case from_agent.AskStep():
+            case messages.AskStep():
                 self._is_asked = True
-                self.send(from_worker.StepsDone(self._steps_here))
-            case from_agent.StopAfter():
+                self.send(messages.StepsDone(self._steps_here))
+            case messages.StopAfter():
                 self.stops_after = message
                 if self._waits_for_step:
                     self._waits_for_step = False
                     self._after_a_step()
-            case from_agent.Close():
+            case messages.Close():
                 all_are_done = self.group is not None and len(self.group.done) == self.group.size
                 self.closes_with_all = all_are_done and self.run.moments.all_are_known_to_be_done
                 if not self.rank.is_script:
@@ -268,7 +267,7 @@ class Program:
         self.step = step
         if not self.rank.is_script:
             self._takes_stops = True
-            self.send(from_worker.TakesStops())
+            self.send(from_worker.HandlesSignals(from_worker.Handling.WITH_ALL))
         self._say_where()
         self._work()
 
@@ -331,9 +330,9 @@ class Program:
             self.group.done.add(self.place["rank"])
         self.run.note_finished(self)
         if not self.rank.is_script:
-            self.send(from_worker.TakesNoStops())
+            self.send(from_worker.HandlesSignals(from_worker.Handling.DONE))
         self._say_where()
-        self.later(0.01, lambda: self.send(from_worker.Finished()))
+        self.later(0.01, lambda: self.send(messages.Finished()))
         if self.rank.is_script:
             self.later(0.011, self._wait_to_go) if self.rank.number == 0 else self.later(0.02, partial(self.die, 0))
 
@@ -342,7 +341,7 @@ class Program:
         self._is_on_its_way_out = True
         self.send(from_worker.Left())
         if not self.rank.is_script:
-            self.send(from_worker.TakesSignals())
+            self.send(from_worker.HandlesSignals(from_worker.Handling.BY_ITSELF))
             stopped = self._stopped_with
             self.send(from_worker.Result({}, LastWords.of(stopped) if stopped else None))
         if self._may_go or self.rank.number:

@@ -33,6 +33,7 @@ from ddp_manual.protocol.collective_comparison import (
     Difference,
     Seen,
 )
+from ddp_manual.protocol.handshakes import Peers
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.search_for_mismatch import RECORDS_WITHIN
 from ddp_manual.rank_options import WorldSpec
@@ -128,7 +129,7 @@ def watched(size: int = 2, **options: Any) -> tuple[Watch, list[Any]]:
     roll_call: Any = SimpleNamespace(run=run, info=infos.__getitem__, infos=lambda: infos, works=True)
     roll_call.hear, roll_call.stopped = (lambda rank, now: None), (lambda rank: "")
     peer: Any = SimpleNamespace(connection=SimpleNamespace(send=sent.append, write=sent.append), left=False)
-    watch = Watch(roll_call, dict.fromkeys(range(size), peer), 0.0)
+    watch = Watch(roll_call, Peers.fromkeys(range(size), peer), 0.0)
     for rank in range(size):
         watch.hear(rank, Beat(calls={"g": [1, 5]}), 0.0)
     return watch, sent
@@ -147,7 +148,7 @@ def test_all_ranks_that_crash_before_it_is_known_whether_their_calls_differ_are_
     assert not watch.take_lost() and watch.mismatch_search.waiting
     number = sent[-1].number
     for rank in range(2):
-        watch.take_reply(rank, number, reply((1, 5)), 1.1)
+        watch.inquiries.take_reply(rank, number, reply((1, 5)), 1.1)
     lost = watch.take_lost()
     last = "ranks 0 and 1 began last the 1st of the default group, barrier at a.py:1"
     assert {rank: loss.verdict.why for rank, loss in lost.items()} == {

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from ddp_manual.from_worker import Progress
 from ddp_manual.protocol import verdict_words
+from ddp_manual.protocol.handshakes import Peers
 from ddp_manual.protocol.health import SLOW_FOR, Health
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.stalls import Stall
@@ -97,11 +98,12 @@ def test_all_ranks_wait_whose_heartbeats_said_so_within_one_period(last: list[tu
 
 def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_per_line_and_an_explanation() -> None:
     def named(*places: str, fewer: Sequence[int] = ()) -> str:
-        beats = {rank: training(7, 8, inside=True, place=place) for rank, place in enumerate(places)}
+        health = health_of(*(training(7, 8, inside=True, place=place) for place in places))
         infos = [RankInfo(rank=rank, world_size=len(places), host="vm", pid=10 + rank) for rank in range(len(places))]
-        stall = Stall(waiting=list(beats), behind=[], seconds=300.0, fewer=fewer)
-        stacks = {rank: f"stack {rank}" for rank in verdict_words.one_per_place(stall, beats)}
-        return verdict_words.error_for(0, verdict_words.stalled(infos, stall, beats, stacks, "again")).render()
+        stall = Stall(waiting=[*range(len(places))], behind=[], seconds=300.0, fewer=fewer)
+        stacks = {rank: f"stack {rank}" for rank in verdict_words.one_per_place(stall, health)}
+        roll_call: Any = SimpleNamespace(run=RUN, info=infos.__getitem__)
+        return verdict_words.error_for(0, verdict_words.stalled(roll_call, health, stall, stacks, ())).render()
 
     same = named("train.py:1 in f", "train.py:1 in f", "train.py:1 in f")
     assert "stack 0" in same and "stack 2" not in same and "if rank == 0" not in same
@@ -302,7 +304,7 @@ def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may(counts: dic
     roll_call.members = {rank: SimpleNamespace(heard=0.0) for rank in counts}
     write = lambda line: sent.append(json.loads(line)["text"])  # noqa: E731
     peers = {rank: SimpleNamespace(left=False, connection=SimpleNamespace(write=write)) for rank in counts}
-    watch = Watch(roll_call, peers, 0.0)  # type: ignore[arg-type]
+    watch = Watch(roll_call, Peers(peers), 0.0)  # type: ignore[arg-type]
     for rank in {*range(run.world_size)} - counts.keys():
         watch.health.finish(rank)
         watch.health.leave(rank)

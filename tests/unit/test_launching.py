@@ -22,9 +22,9 @@ from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.attempts import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.this_host import Ranks, prepared
-from ddp_manual.protocol.verdict_words import error_for, lost_rank
+from ddp_manual.protocol.verdict_words import error_for, lost_rank, verdict_about
 from ddp_manual.rank_output import RankOutput, copy
-from ddp_manual.ranks_and_runs import RankInfo
+from ddp_manual.ranks_and_runs import LastWords, RankInfo
 from ddp_manual.run_folder import RunPaths, own_run_dir
 from ddp_manual.tools.recorded_run import read_end
 from ddp_manual.training import checkpoint_files
@@ -58,7 +58,9 @@ def test_all_ranks_are_started_again_unless_rank_0_starts_the_failed_one_again(o
 @pytest.mark.parametrize(("exit_code", "again"), [(143, False), (137, True)])
 def test_after_a_death_on_another_host_ranks_start_again_if_they_do_so_there(exit_code: int, again: bool) -> None:
     about = RankInfo(rank=1, world_size=2, host="hostB", pid=4711)
-    verdict = lost_rank(about, "rank 1 is gone", why="", next="", exit_code=exit_code)
+    error = lost_rank(about, "rank 1 is gone", why="", next="")
+    error.exit_code = exit_code
+    verdict = verdict_about(about, LastWords.of(error))
     assert [may_be_fixed(error_for(rank, verdict)) for rank in (0, 1)] == [again, again]
 
 

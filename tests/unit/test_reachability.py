@@ -11,13 +11,7 @@ from contextlib import suppress
 import pytest
 
 from ddp_manual.agent import reachability
-from ddp_manual.agent.reachability import (
-    GREETING_BYTES,
-    MOST_CONNECTED,
-    answer_at,
-    greeting,
-    try_to_reach,
-)
+from ddp_manual.agent.reachability import GREETING_BYTES, MOST_CONNECTED, answer_at, greeting, try_to_reach
 from ddp_manual.protocol.places import assign_places
 from ddp_manual.protocol.reachability import Probes
 from tests.runs import info

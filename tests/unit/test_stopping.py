@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import signal
 import time
+from functools import partial
 from unittest import mock
 
 import pytest
 
-from ddp_manual import from_agent, from_worker, messages
-from ddp_manual.from_worker import FromWorker, StepsDone
+from ddp_manual import messages
+from ddp_manual.from_worker import FromWorker, HandlesSignals, Handling
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
 from ddp_manual.protocol.stop_step import StopStep
@@ -25,23 +26,20 @@ class Ranks:
 
     def __init__(self, done: tuple[int, ...]) -> None:
         self.sent: list[messages.FromRank0] = []
-        self.step = StopStep(self.sent.append)
-        self.stops = [Stops(self.told(rank), self.named) for rank in range(len(done))]
+        self.step = StopStep(mock.Mock(send_to_all=self.sent.append))
+        self.stops = [Stops(partial(self.told, rank), self.named) for rank in range(len(done))]
         for stops, steps in zip(self.stops, done, strict=True):
             for _ in range(steps):
                 assert not stops.after_a_step()
 
-    def told(self, rank: int):  # type: ignore[no-untyped-def]
-        def tell(message: FromWorker) -> None:
-            assert isinstance(message, StepsDone)
-            self.step.take(rank, message.steps)
+    def told(self, rank: int, message: FromWorker) -> None:
+        assert isinstance(message, messages.StepsDone)
+        self.step.take(rank, message.steps)
 
-        return tell
-
-    def named(self) -> from_agent.StopAfter:
+    def named(self) -> messages.StopAfter:
         message = self.sent[-1]
         assert isinstance(message, messages.StopAfter)
-        return from_agent.StopAfter(message.step, message.number, message.ranks)
+        return message
 
 
 @pytest.mark.parametrize("done", [(0, 0, 0), (7, 7, 7), (7, 6, 7), (0, 3, 1)])
@@ -79,8 +77,8 @@ def test_a_program_that_has_left_gets_its_signals_again() -> None:
         said = world._reporter.said  # type: ignore[attr-defined]
         world.stop_after_this_step()
         world.stop_heeding_signals()
-        assert said == [from_worker.TakesStops(), from_worker.TakesNoStops()]
-    assert said[2:] == [from_worker.TakesSignals()]
+        assert said == [HandlesSignals(Handling.WITH_ALL), HandlesSignals(Handling.DONE)]
+    assert said[2:] == [HandlesSignals(Handling.BY_ITSELF)]
 
 
 def test_a_rank_that_rank_0_has_left_alone_stops_after_its_own_next_step() -> None:
@@ -88,7 +86,7 @@ def test_a_rank_that_rank_0_has_left_alone_stops_after_its_own_next_step() -> No
     rank = ThisRank(WorldSpec(world_size=2, rank=1), shell, 0.0, chose_folder=True)
     rank.enter(states.Alone())
     agent = AgentProtocol(rank, name="train.py", in_one_terminal=False)
-    agent.take_from_worker(from_worker.TakesStops(), 4.0)
+    agent.take_from_worker(HandlesSignals(Handling.WITH_ALL), 4.0)
     agent.take_signal(signal.SIGTERM, 6.0)
-    asked = [from_agent.AskStep(), from_agent.StopAfter(0, signal.SIGTERM, [1])]
+    asked = [messages.AskStep(), messages.StopAfter(0, signal.SIGTERM, [1])]
     assert [call.args[0] for call in shell.worker.send.call_args_list] == asked

@@ -16,12 +16,13 @@ from msgspec.structs import replace
 from ddp_manual import held_state_memory
 from ddp_manual.errors import BadOption
 from ddp_manual.from_worker import Progress
-from ddp_manual.held_state_memory import HeldMemory, Moment
+from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.memory_cgroup import memory_left
 from ddp_manual.messages import Losses, Placed
 from ddp_manual.on_rank_loss import WAIT
+from ddp_manual.protocol.end_or_begin_anew import GONE, OWN_CODE, Loss
 from ddp_manual.protocol.wait_or_shrink import MOST_WITHOUT_A_STEP, WaitOrShrink
-from ddp_manual.ranks_and_runs import Place, RankInfo, Verdict
+from ddp_manual.ranks_and_runs import Moment, Place, RankInfo, Verdict
 from ddp_manual.run_folder import holds_another_run
 from ddp_manual.training import held_state
 from ddp_manual.training.held_state import Holder, describe, read, rebuild
@@ -30,7 +31,8 @@ from tests.conftest import log_to_root
 from tests.runs import RUN, info
 
 KEEPS = replace(RUN, world_size=3, on_loss=WAIT, rejoin_timeout=60.0)
-GONE = Verdict("peer-lost", "rank 2 (b, pid 7) is gone: SIGKILL", "why", "next", 14, rank=2, host="b", pid=7)
+VERDICT = Verdict("peer-lost", "rank 2 (b, pid 7) is gone: SIGKILL", "why", "next", 14, rank=2, host="b", pid=7)
+KILLED, RAISED = {2: Loss(VERDICT, GONE)}, {2: Loss(VERDICT, OWN_CODE)}
 
 
 def here(*ranks: int) -> dict[int, RankInfo]:
@@ -55,7 +57,7 @@ def begun() -> WaitOrShrink:
 def test_where_nothing_is_held_the_line_says_how_much_work_is_repeated(resumes: bool, said: str) -> None:
     policy, run = begun(), replace(KEEPS, resumes=resumes)
     for lost_at, back_at, took, work in ((340.2, 348.1, "7.9 s", "340 s"), (352.5, 452.5, "100 s", "4 s")):
-        policy.begin({2: GONE}, lost_at)
+        policy.begin(KILLED, lost_at)
         gone_on = policy.complete(run, here(0, 1, 2), back_at)
         cost = f"the break took {took}, and the ranks repeat about {work} of work, unless a checkpoint has it"
         assert gone_on is not None and gone_on[0] == f"rank 2 is back, on a: {said}; {cost}"
@@ -65,12 +67,12 @@ def test_where_nothing_is_held_the_line_says_how_much_work_is_repeated(resumes: 
 def test_a_rank_that_is_lost_again_and_again_without_a_step_in_between_ends_the_run(own_code: bool) -> None:
     policy = begun()
     for time in range(1 if own_code else MOST_WITHOUT_A_STEP):
-        policy.begin({2: GONE}, 10.0 * time, own_code=[2] if own_code else [])
-        policy.take_held(0, (time, 5), 5)
+        policy.begin(RAISED if own_code else KILLED, 10.0 * time)
+        policy.take_held(0, Moment(time, 5), 5)
         assert policy.refusal([2], [0]) is None
         policy.complete(KEEPS, here(0, 1, 2), 10.0 * time)
-    policy.begin({2: GONE}, 100.0, own_code=[2] if own_code else [])
-    policy.take_held(0, (0, 5), 5)
+    policy.begin(RAISED if own_code else KILLED, 100.0)
+    policy.take_held(0, Moment(0, 5), 5)
     refusal = policy.refusal([2], [0])
     assert refusal is not None and "after step 5: no step was done in between" in refusal.why
 
@@ -78,8 +80,8 @@ def test_a_rank_that_is_lost_again_and_again_without_a_step_in_between_ends_the_
 def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own_code_raises() -> None:
     policy, refused = begun(), []
     for step in range(10):
-        policy.begin({2: GONE}, 0.0, own_code=[2] if step > 4 else [])
-        policy.take_held(0, (step, step), step)
+        policy.begin(RAISED if step > 4 else KILLED, 0.0)
+        policy.take_held(0, Moment(step, step), step)
         refused.append(policy.refusal([2], [0]) is not None)
         policy.complete(KEEPS, here(0, 1, 2), 0.0)
     assert refused[:7] == [False] * 7 and refused[7]
@@ -215,7 +217,7 @@ def test_the_state_of_a_script_has_the_number_of_its_own_step_or_says_that_it_co
     newest = memory.newest()
     assert newest is not None and newest.moment.named == named
     policy = begun()
-    policy.begin({2: GONE}, 10.0)
+    policy.begin(KILLED, 10.0)
     policy.take_held(0, newest.moment, newest.moment.step + bool(told))
     line, _ = policy.complete(KEEPS, here(0, 1, 2), 11.0) or ("", {})
     assert f"all 3 go on {named}; the break took 1.0 s, and the ranks repeat {repeated}" in line
