@@ -95,19 +95,18 @@ class Holder:
             self.every = max(1, math.ceil(seconds / (SHARE * seconds_per_step)))
 
     @torch.no_grad()
-    def hold(self, step: int, state: Any, *, counts_calls: bool = False) -> bool:
-        """Hold a state, a tree, after this step.
+    def hold(self, step: int, state: Any, *, counts_calls: bool = False) -> None:
+        """Hold a state, a tree, after this step. If the machine has not enough memory, warn; from then on no state is
+        held, and those held before no longer count.
 
         Args:
             counts_calls: see ``Moment``.
 
-        Returns:
-            False, after a warning, if the machine has not enough memory: from then on no state is due, and those held
-            before no longer count.
-
         Raises:
             BadOption: a value in the state cannot be held.
         """
+        if not self._has_memory:
+            return
         tensors: list[Tensor] = []
         content = json.dumps(describe(state, tensors)).encode()
         places, place = _places(tensors), self._place
@@ -123,13 +122,12 @@ class Holder:
                 logger.warning(what, place.local_world_size, place.host_leader)
             self._memory.forget()
             self._has_memory = False
-            return False
+            return
         for view, tensor in zip(self._views_of(slot, tensors, places), tensors, strict=True):
             view.copy_(tensor)
         at = slot.begin + slot.tensors
         self._memory.mapped[at : at + len(content)] = content
         self._memory.finish(slot, Moment(self._generation, step, counts_calls))
-        return True
 
     def _views_of(self, slot: Slot, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
         """Return tensors in the memory of a slot; they are made anew only if the slot or the state's form changes."""

@@ -104,8 +104,8 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
     folder = checkpoint_state.held_run_dir(config, paths, again=world.generation > 0) if on_rank_0 else nullcontext()
     with folder, signal_handlers.ignore_save(), ExitStack() as until_finished:
         trainer = _build(world, config, _load(world, config), paths, level, leaves=leaves)
-        summary, was_complete = _resume(world, trainer, paths)
-        if was_complete:
+        summary = _resume(world, trainer, paths)
+        if trainer.ended:
             logger.log(level, "the run is complete: it has trained for %s", counted(config.epochs, "epoch"))
             classes = len(trainer.data.train.classes)
             missing = summary is None or not write_run_files.predictions_are_there(paths.predictions, classes)
@@ -164,12 +164,12 @@ def _build(world: World, config: TrainConfig, data: Data, paths: RunPaths, level
     return trainer
 
 
-def _resume(world: World, trainer: Trainer, paths: RunPaths) -> tuple[dict[str, Any] | None, bool]:
+def _resume(world: World, trainer: Trainer, paths: RunPaths) -> dict[str, Any] | None:
     """Go on from the state that a rank holds, or from a checkpoint, if there is one; begin the run's files, or go on
     with them.
 
     Returns:
-        On rank 0 the summary of a run that was complete before, if it is there; and whether it was complete.
+        On rank 0 the summary of a run that was complete before, if it is there.
     """
     config, files, plan, on_rank_0 = trainer.config, trainer.files, trainer.epoch_plan, world.rank == 0
     if world.held is not None and world.state_from is not None:
@@ -178,11 +178,10 @@ def _resume(world: World, trainer: Trainer, paths: RunPaths) -> tuple[dict[str, 
         resumed = checkpoint_state.resume(paths, trainer)
     if world.run_dir_is_own:  # now that rank 0 has locked the folder, and goes on with its content
         paths.set_failures_aside(world.spec.rank, world.spec.world_size if on_rank_0 else None)
-    was_complete = trainer.ended
-    summary = write_run_files.earlier_summary(paths, config.epochs) if was_complete and on_rank_0 else None
+    summary = write_run_files.earlier_summary(paths, config.epochs) if trainer.ended and on_rank_0 else None
     if files is not None:
         if config.resume is not None or world.generation:
-            files.rewind(trainer.position, trainer.history, trainer.network, complete=was_complete)
+            files.rewind(trainer.position, trainer.history, trainer.network, complete=trainer.ended)
         # Save if the run begins with another run's checkpoint, or a rank was lost before the epoch's was written.
         at_an_end = not trainer.position.taken and plan.saves_epoch(trainer.position)
         saves = resumed and (at_an_end or not world.generation)
@@ -191,7 +190,7 @@ def _resume(world: World, trainer: Trainer, paths: RunPaths) -> tuple[dict[str, 
         if summary is None or not paths.config.exists():
             settings = write_run_files.settings(world, paths, trainer)
             files.start(settings, trainer.data.train, complete=summary is not None)
-    return summary, was_complete
+    return summary
 
 
 def _train_to_the_end(world: World, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> None:

@@ -121,9 +121,7 @@ class Trainer:
             return
         began = time.perf_counter()
         state = {**checkpoint_state.state_of(self), "options": {}}  # all ranks know them
-        if not self._holder.hold(position.step, state):
-            self._holder = None
-            return
+        self._holder.hold(position.step, state)
         seconds = time.perf_counter() - began
         # The least of all times: the first two holds also allocate memory, which is no reason to hold less often.
         self.meter.hold_seconds = min(seconds, self.meter.hold_seconds or seconds)
