@@ -1,20 +1,18 @@
-"""Which room a line lives in, held by reading the source, and by looking at what agents have loaded."""
+"""Which room a line lives in, held by reading the source."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import ddp_manual
-from tests.conftest import REPOSITORY, SHORT, Start, free_port
+from tests.conftest import REPOSITORY
 
 PACKAGE = Path(ddp_manual.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -59,12 +57,17 @@ TRAINING_WITHOUT_TORCH = {
     "training.learning_rate",
     "training.own_factory",
 }
+# The commands that neither compute nor look at images know of a training what is said of it, too.
+TOOLS_WITHOUT_TORCH = {
+    f"tools.{name}" for name in ("check", "checkpoints", "compare", "recorded_run", "runs", "status")
+}
 MAY_IMPORT = {
     "protocol": {"protocol", *BOTTOM},
     "agent": {"agent", "protocol", *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "worker": {"worker", "training", *BOTTOM},
     "training": {"training", *BOTTOM},
     "tools": {"tools", "agent", "protocol", "training", *BOTTOM},
+    "tools without torch": {"agent", "protocol", *TOOLS_WITHOUT_TORCH, *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "launch": {"launch", "agent", "protocol", *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "cli": {"cli", "agent", "launch", "tools", *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "__init__": {"training.options", "errors", "rank_options"},
@@ -128,7 +131,7 @@ def not_allowed(names: set[str], allowed: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down_only(path: Path) -> None:
-    may_import = MAY_IMPORT[room(path)]
+    may_import = MAY_IMPORT["tools without torch" if module(path) in TOOLS_WITHOUT_TORCH else room(path)]
     assert not_allowed(imported(path, for_types=False), may_import) == set()
     assert not_allowed(imported(path, for_types=True), may_import | MAY_NAME.get(room(path), set())) == set()
 
@@ -151,7 +154,8 @@ def test_what_has_one_home_stays_there(pattern: str, home: str) -> None:
 
 def test_no_torch_is_imported_below_agent_and_in_the_bottom_row() -> None:
     heavy = {"torch", "torchvision", "numpy"}
-    without = [path for path in MODULES if room(path) in WITHOUT_TORCH or module(path) in TRAINING_WITHOUT_TORCH]
+    of_other_rooms = TRAINING_WITHOUT_TORCH | TOOLS_WITHOUT_TORCH
+    without = [path for path in MODULES if room(path) in WITHOUT_TORCH or module(path) in of_other_rooms]
     names = {path: imported(path, for_types=False) for path in without}
     assert [str(path) for path in names if heavy & {name.split(".")[0] for name in names[path]}] == []
 
@@ -269,52 +273,6 @@ def test_the_command_line_needs_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, check=False).returncode == 0
-
-
-# Each process that ends in order leaves which command it had, and whether it has loaded torch.
-LOADED = """
-import atexit, json, os, sys
-
-def leave(folder={folder!r}, pid=os.getpid()):
-    if os.getpid() == pid:
-        with open(f"{{folder}}/{{pid}}.json", "w") as file:
-            json.dump([sys.orig_argv[1:], "torch" in sys.modules], file)
-
-atexit.register(leave)
-"""
-
-
-def test_no_agent_loads_torch(start: Start, tmp_path: Path, few_images: Path) -> None:
-    """By hand, in check, status and launch, and beside a script that joins."""
-    seen = tmp_path / "seen"
-    seen.mkdir()
-    (tmp_path / "sitecustomize.py").write_text(LOADED.format(folder=str(seen)))
-    (tmp_path / "joins.py").write_text("import ddp_manual\nwith ddp_manual.join(device='cpu'): pass\n")
-    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    ddp = [sys.executable, "-m", "ddp_manual"]
-    training = [*SHORT, "--dataset", f"folder:{few_images}", "--batch_size", 50]
-    commands: dict[str, list[object]] = {
-        "train": [*ddp, "train", "--world_size", 1, *training, "--run_dir", tmp_path / "train"],
-        "check": [*ddp, "check", "--world_size", 1],
-        "status": [*ddp, "status", "--master_port", free_port()],
-        "launch": [*ddp, "launch", "--nproc", 1, "--run_dir", tmp_path / "launch", "--", *training],
-        "joins": [sys.executable, tmp_path / "joins.py"],
-    }
-    processes = {name: start(*command, **env) for name, command in commands.items()}
-    codes = {name: process.wait() for name, process in processes.items()}
-    assert codes == {**dict.fromkeys(commands, 0), "status": 11}, processes["train"].err
-    loaded = {word: torch for words, torch in _left_in(seen) for word in words}
-    assert {name: loaded[name] for name in ("train", "check", "status", "launch")} == {
-        **dict.fromkeys(("train", "check", "status", "launch"), False)
-    }
-    assert loaded[str(PACKAGE / "agent")] is False
-    assert loaded[str(tmp_path / "joins.py")] is True  # so it would be seen
-
-
-def _left_in(folder: Path) -> Iterator[tuple[list[str], bool]]:
-    for file in folder.glob("*.json"):
-        words, torch = json.loads(file.read_text())
-        yield words, torch
 
 
 def test_the_public_names_are_these() -> None:
