@@ -56,12 +56,17 @@ TRAINING_WITHOUT_TORCH = {
     "training.options",
     "training.own_factory",
 }
+# The commands that neither compute nor look at images know of a training what is said of it, too.
+TOOLS_WITHOUT_TORCH = {
+    f"tools.{name}" for name in ("check", "checkpoints", "compare", "recorded_run", "runs", "status")
+}
 MAY_IMPORT = {
     "protocol": {"protocol", *BOTTOM},
     "agent": {"agent", "protocol", *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "worker": {"worker", "training", *BOTTOM},
     "training": {"training", *BOTTOM},
     "tools": {"tools", "agent", "protocol", "training", *BOTTOM},
+    "tools without torch": {"agent", "protocol", *TOOLS_WITHOUT_TORCH, *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "launch": {"launch", "agent", "protocol", *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "cli": {"cli", "agent", "launch", "tools", *TRAINING_WITHOUT_TORCH, *BOTTOM},
     "__init__": {"training.options", "errors", "rank_options"},
@@ -125,7 +130,7 @@ def not_allowed(names: set[str], allowed: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down_only(path: Path) -> None:
-    may_import = MAY_IMPORT[room(path)]
+    may_import = MAY_IMPORT["tools without torch" if module(path) in TOOLS_WITHOUT_TORCH else room(path)]
     assert not_allowed(imported(path, for_types=False), may_import) == set()
     assert not_allowed(imported(path, for_types=True), may_import | MAY_NAME.get(room(path), set())) == set()
 
@@ -148,7 +153,8 @@ def test_what_has_one_home_stays_there(pattern: str, home: str) -> None:
 
 def test_no_torch_is_imported_below_agent_and_in_the_bottom_row() -> None:
     heavy = {"torch", "torchvision", "numpy"}
-    without = [path for path in MODULES if room(path) in WITHOUT_TORCH or module(path) in TRAINING_WITHOUT_TORCH]
+    of_other_rooms = TRAINING_WITHOUT_TORCH | TOOLS_WITHOUT_TORCH
+    without = [path for path in MODULES if room(path) in WITHOUT_TORCH or module(path) in of_other_rooms]
     names = {path: imported(path, for_types=False) for path in without}
     assert [str(path) for path in names if heavy & {name.split(".")[0] for name in names[path]}] == []
 

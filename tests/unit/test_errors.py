@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import re
 from pathlib import Path
 
@@ -23,13 +22,6 @@ def test_every_error_is_raised_somewhere() -> None:
     code = "".join(path.read_text() for path in package.rglob("*.py"))
     names = [kind.__name__ for kind in errors.EVERY_ERROR.values()]
     assert [name for name in names if not re.search(rf"(?<!class )\b{name}\(", code)] == []
-
-
-def test_a_full_disk_is_told_from_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(errors.DiskFull), errors.writing(tmp_path, "--run_dir"):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(errors.BadOption, match="--run_dir"), errors.writing(tmp_path, "--run_dir"):
-        raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def test_a_signal_on_its_way_up_is_not_lost_in_a_library_that_catches_every_exception() -> None:

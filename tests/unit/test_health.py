@@ -189,24 +189,6 @@ def test_a_rank_that_works_on_alone_does_not_wait_in_vain() -> None:
     assert health.finished_before(0) == [1]
 
 
-def test_a_rank_that_has_closed_its_group_too_early_is_found_while_it_works_alone() -> None:
-    health = health_of(training(7, 7, inside=True), training(7, 7))
-    health.hear(1, replace(training(7, 0), collectives={}, closed={"0": 6}), 0.2)
-    assert health.finished_before(0) == [1]
-    assert health.finished == []
-    stall = health.find_stall(1000.0)
-    assert stall is not None and stall.behind == [1]
-
-
-def test_ranks_that_are_in_a_backward_pass_from_time_to_time_are_not_stalled() -> None:
-    """Two that train models of their own, and count no steps."""
-    health = health_of(training(1, 2), training(1, 2))
-    for second in range(1, 1000):
-        for rank in range(2):
-            health.hear(rank, training(1, 2, inside=(second + rank) % 3 != 0), second)
-            assert health.find_stall(second) is None
-
-
 def stall_after(beats: Sequence[Beat], **of_run: object) -> Stall:
     """What rank 0 finds first where the ranks stay as they are: it looks twice a second."""
     health = Health(replace(RUN, world_size=len(beats), **of_run), now=0.0)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_manual import TrainConfig, progress_bar
@@ -31,14 +30,6 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
         return models.build("mine:net", device=CPU, seed=0, shape=(channels, 8, 8), classes=CLASSES)
 
     return build
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def fewest_samples(network: nn.Module, *, with_ddp: bool = False) -> int:
@@ -141,7 +132,7 @@ def test_a_last_batch_of_one_sample_is_filled_with_another_that_does_not_count()
     trainer_of(Linear(nn.BatchNorm1d(6)), 9, fewest=2).settle_buckets()
 
 
-def test_parameters_that_only_some_steps_use_are_named(one_rank: None) -> None:
+def test_parameters_that_only_some_steps_use_are_named(process_group: None) -> None:
     class Varying(Linear):
         steps = 0
 

@@ -79,16 +79,12 @@ def test_ranks_of_a_launcher_may_not_spawn(monkeypatch: pytest.MonkeyPatch) -> N
     assert launcher_variables.launched_as() is None
 
 
-def test_a_process_group_opened_twice_is_refused_with_advice_to_leave_it_to_join() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match="twice") as caught:  # as in a function that spawn calls
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        assert as_ours(0, caught.value).next.startswith("leave init_process_group out")
-        with pytest.raises(BadOption, match="has a process group already"), join(device="cpu", backend="gloo"):
-            pass
-    finally:
-        dist.destroy_process_group()
+def test_a_process_group_opened_twice_is_refused_with_advice_to_leave_it_to_join(process_group: None) -> None:
+    with pytest.raises(ValueError, match="twice") as caught:  # as in a function that spawn calls
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert as_ours(0, caught.value).next.startswith("leave init_process_group out")
+    with pytest.raises(BadOption, match="has a process group already"), join(device="cpu", backend="gloo"):
+        pass
 
 
 def test_a_script_that_joins_by_itself_cannot_wait_for_lost_ranks() -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import time
-from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from ddp_manual import messages
-from ddp_manual.from_worker import FromWorker, HandlesSignals, Handling
+from ddp_manual.from_worker import HandlesSignals, Handling
 from ddp_manual.protocol import states
 from ddp_manual.protocol.agent import AgentProtocol
 from ddp_manual.protocol.stop_step import StopStep
@@ -21,42 +20,29 @@ from ddp_manual.worker.steps_done import Stops
 from tests.alone import alone
 
 
-class Ranks:
-    """Three ranks, their steps, and rank 0, all told one thing after the other."""
-
-    def __init__(self, done: tuple[int, ...]) -> None:
-        self.sent: list[messages.FromRank0] = []
-        self.step = StopStep(mock.Mock(send_to_all=self.sent.append))
-        self.stops = [Stops(partial(self.told, rank), self.named) for rank in range(len(done))]
-        for stops, steps in zip(self.stops, done, strict=True):
-            for _ in range(steps):
-                assert not stops.after_a_step()
-
-    def told(self, rank: int, message: FromWorker) -> None:
-        assert isinstance(message, messages.StepsDone)
-        self.step.take(rank, message.steps)
-
-    def named(self) -> messages.StopAfter:
-        message = self.sent[-1]
-        assert isinstance(message, messages.StopAfter)
-        return message
-
-
 @pytest.mark.parametrize("done", [(0, 0, 0), (7, 7, 7), (7, 6, 7), (0, 3, 1)])
 def test_all_stop_after_the_first_step_that_no_rank_has_passed(done: tuple[int, ...]) -> None:
-    ranks = Ranks(done)
-    ranks.step.ask(1, 15)
-    ranks.step.ask(2, 2)
-    assert ranks.sent == [messages.AskStep()]
-    for number, stops in enumerate(ranks.stops):
-        ranks.step.name(lambda: range(3))
-        assert len(ranks.sent) == 1, f"rank {number} has not replied"
+    sent: list[Any] = []
+    stop_step = StopStep(mock.Mock(send_to_all=sent.append))
+    ranks = [
+        Stops(
+            tell=lambda said, rank=rank: stop_step.take(rank, said.steps),  # type: ignore[misc]
+            wait=lambda: sent[-1],
+        )
+        for rank in range(len(done))
+    ]
+    assert not any(stops.after_a_step() for stops, steps in zip(ranks, done, strict=True) for _ in range(steps))
+    stop_step.ask(1, 15)
+    stop_step.ask(2, 2)
+    for stops in ranks:
+        stop_step.name(lambda: range(3))
+        assert sent == [messages.AskStep()], "not all have replied"
         stops.ask()
-    ranks.step.name(lambda: range(3))
-    assert ranks.sent[1:] == [messages.StopAfter(max(done) + 1, 15, [1, 2])]
-    for stops, steps in zip(ranks.stops, done, strict=True):
-        answers = itertools.takewhile(lambda stop: not stop, (stops.after_a_step() for _ in range(100)))
-        assert steps + len(list(answers)) + 1 == max(done) + 1
+    stop_step.name(lambda: range(3))
+    assert sent[1:] == [messages.StopAfter(max(done) + 1, 15, [1, 2])]
+    for stops, steps in zip(ranks, done, strict=True):
+        stopped = [stops.after_a_step() for _ in range(steps, max(done) + 1)]
+        assert stopped == [False] * (max(done) - steps) + [True]
         assert stops.stopped is not None and stops.stopped.ranks == [1, 2]
 
 
