@@ -240,7 +240,7 @@ class TrainConfig(Options):
         sources |= dict.fromkeys(flags, "flag")
         return cls(**values, sources={name: sources[name] for name in values})
 
-    def with_flags(self, **flags: str) -> TrainConfig:
+    def with_flags(self, **flags: Any) -> TrainConfig:
         """Return the same training with other flags, such as ``resume="auto"``."""
         return dataclasses.replace(self, **flags, sources={**self.sources, **dict.fromkeys(flags, "flag")})
 
