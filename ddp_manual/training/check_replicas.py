@@ -61,6 +61,7 @@ def check_replicas(
         BadOption: a tensor is sparse, quantized, on the meta device or not initialized; on every rank alike. Or the
             tolerance is negative, infinite or NaN.
     """
+    tolerance = None if tolerance is None else float(tolerance)  # of numpy or torch, it may be no number of JSON
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise BadOption(
             f"check_replicas cannot take the tolerance {tolerance}",

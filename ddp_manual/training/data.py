@@ -181,7 +181,7 @@ class Source(ABC):
             if cache is None or not cache.save(split):
                 self._in_memory[part] = split
         # What each rank reads for itself, because its cache could not be written.
-        size = sum(split.nbytes for part, split in self._in_memory.items() if caches[part] is not None)
+        size = sum(split.nbytes for part, split in self._in_memory.items() if self.cache(part) is not None)
         available = psutil.virtual_memory().available
         if (ranks - 1) * size > available:
             raise BadOption(

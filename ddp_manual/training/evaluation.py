@@ -99,7 +99,8 @@ def evaluate(
     model.eval()
     # Loss summed over samples, correct samples, samples.
     totals = torch.zeros(3, dtype=torch.float64, device=split.device)
-    probabilities = torch.zeros(len(split) if predict else 0, len(split.classes), device=split.device)
+    size = len(split) if predict else 0, len(split.classes)
+    probabilities = torch.zeros(size, dtype=torch.float32, device=split.device)
     share = torch.arange(len(split), device=split.images.device)[rank::world_size]
     _, height, width = split.shape
     batch = max(1, min(MOST_IMAGES, MOST_PIXELS // (height * width)))

@@ -107,6 +107,16 @@ def test_a_rank_without_test_images_never_calls_the_network(monkeypatch: pytest.
     assert evaluation.samples == 2 and predictions is None
 
 
+def test_probabilities_have_their_own_dtype_whatever_the_default_of_a_users_code_is() -> None:
+    network, split = nn.Sequential(nn.Flatten(), nn.Linear(784, 3)), split_of([0, 1])
+    torch.set_default_dtype(torch.float64)
+    try:
+        _, predictions = evaluate(network, split, unit_scale(1), rank=0, world_size=1, predict=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert predictions is not None and predictions.probabilities.dtype == torch.float32
+
+
 @pytest.mark.parametrize(("side", "batches"), [(32, [1000, 200]), (640, [2, 1]), (1100, [1, 1])])
 def test_batches_of_large_images_are_smaller(side: int, batches: list[int]) -> None:
     sizes: list[int] = []

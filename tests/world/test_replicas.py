@@ -64,7 +64,7 @@ SCRIPT = """
     tried("dtype", train, rank, "model[0].weight.data = model[0].weight.data.double()")
     tried("cleared", train, rank, "optimizer.state.clear()")
     tried("little", train, rank, "model[2].weight.data.add_(1e-7)")
-    tried("tolerated", train, rank, "model[2].weight.data.add_(1e-7)", tolerance=1e-4)
+    tried("tolerated", train, rank, "model[2].weight.data.add_(1e-7)", tolerance=torch.tensor(1e-4))
     own_buffers = lambda model: DistributedDataParallel(model, broadcast_buffers=False)
     tried("statistics", train, rank, "model[1].running_mean.add_(1)", own_buffers)
     tried("minus zero", train, rank, "model[1].bias.data[:] = -0.0")
