@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import gzip
 import logging
 import math
@@ -29,6 +30,7 @@ from tests.ports import free_port
 if TYPE_CHECKING:
     from ddp_manual.training.data import Source
 
+gc.disable()  # until all tests are imported, and torch with them
 REPOSITORY = Path(__file__).resolve().parent.parent
 # A training of less than a second.
 SHORT = ("--dataset", "synthetic", "--model", "mlp", "--epochs", 1, "--batch_size", 100)
@@ -65,6 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in only]
     import torch
 
+    gc.freeze()  # what was imported stays
+    gc.enable()
     # Threads that share a computation wait for each other in a busy loop: beside other processes, two are slower.
     torch.set_num_threads(1)
     items.sort(key=lambda item: item.path.parent.name not in ("hosts", "world"))

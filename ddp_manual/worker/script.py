@@ -65,7 +65,10 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
     rank = Rank(reporter, start, memory)
     assert program is not None
     try:
-        told = rank.meet(_prepare(rank, start.path, program) if program.prepare else None)
+        prepared = _prepare(rank, start.path, program) if program.prepare else None
+        gc.freeze()  # it was off while this process imported what stays
+        gc.enable()
+        told = rank.meet(prepared)
         variables_for_a_rank.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
         if told.placed.holds:
             holding.here = holding.Holding(memory, told.placed, reporter.send, reporter.progress)
@@ -75,7 +78,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         Recorder(rank.spec, reporter.send).start()
         private_torch.let_programs_meet_by_themselves(lambda count: reporter.send(from_worker.StartsProcesses(count)))
         # Registered before the program registers any, so that these are called after them.
-        atexit.register(gc.unfreeze)  # undoes gc.freeze() before the fork; otherwise libraries report leaks
+        atexit.register(gc.unfreeze)  # otherwise libraries report leaks
         atexit.register(_leave, rank, os.getpid())
         sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
         join.here = rank

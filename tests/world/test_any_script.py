@@ -45,7 +45,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 # What a program can see of how it was started, and of what it was started with.
 SEEN = """
-    import json, os, signal, sys, threading
+    import gc, json, os, signal, sys, threading
 
     class Here: pass
 
@@ -65,6 +65,7 @@ SEEN = """
         "flags": [sys.flags.optimize, sys._xoptions, sys.stdout.write_through],
         "warnings": [rule for rule in sys.warnoptions if "Resource" in rule],
         "descriptor": open(sys.argv[-1]).read(),
+        "collects": [gc.isenabled(), gc.get_threshold()],
     }))
 """
 FLAGS = ("-O", "-W", "ignore::ResourceWarning", "-X", "name=1", "-X", "other", "-u")
