@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import gc
 import gzip
@@ -67,7 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in only]
     import torch
 
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # what was imported stays, until Python ends: otherwise libraries report leaks
+    atexit.register(gc.unfreeze)
     gc.enable()
     # Threads that share a computation wait for each other in a busy loop: beside other processes, two are slower.
     torch.set_num_threads(1)
