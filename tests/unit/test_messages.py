@@ -42,9 +42,8 @@ def test_every_message_belongs_to_one_sender_and_has_words_of_its_own() -> None:
 @pytest.mark.parametrize("module", LOCAL, ids=lambda module: module.__name__)
 def test_what_agent_and_worker_say_is_one_type_each_with_words_for_it(module: ModuleType) -> None:
     listed, own = typing.get_args(LOCAL[module]), messages_in(module)
-    assert own <= {*listed} <= {*own, *typing.get_args(PASSED_ON[module])} and len(
-        {kind.__struct_config__.tag for kind in listed}
-    ) == len(listed)
+    assert own <= {*listed} <= {*own, *typing.get_args(PASSED_ON[module])}
+    assert len({kind.__struct_config__.tag for kind in listed}) == len(listed)
     assert_has_words(listed)
 
 

@@ -69,6 +69,9 @@ def test_it_ends_bit_for_bit_as_undisturbed_after_a_killed_rank_ctrl_c_and_the_e
     step = assert_all_were_stopped([rank_0, back], "Ctrl-C (SIGINT)", signal.SIGINT, after=200)
 
     rank_0, rank_1 = run(0), run(1)
+    rank_0.wait_for("process group ready")
+    worker_of(rank_0).kill()  # its agent starts another one
+    rank_1.wait_for("rank 0 is back, on ")
     rank_1.wait_for(f"did step {step + 3}")
     for process in (worker_of(rank_1), rank_1.process):  # as a host that shuts down does
         process.send_signal(signal.SIGTERM)
