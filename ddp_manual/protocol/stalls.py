@@ -67,6 +67,9 @@ def find_stall(
     least = min(seconds[rank] for rank in waiting)  # one that may wait for longer, in another group, waits too
     fewer = [rank for rank in behind if rank in waiting or inside[rank] > least]
     behind = [rank for rank in behind if rank not in fewer]
+    shortest = max(0.0, least - late)
+    if any(inside[rank] > shortest for rank in behind):
+        return None  # a heartbeat later it is known whether they wait too
     if not behind:
         behind = [rank for rank, known in active.items() if not known.beat.inside]
         if behind and all(now - max(active[rank].changed, active[rank].went_on) <= late for rank in behind):
@@ -75,7 +78,7 @@ def find_stall(
         usual, _ = Counter(known.beat.place for known in active.values()).most_common(1)[0]
         behind = [rank for rank, known in active.items() if known.beat.place != usual]
     if behind:  # ranks whose heartbeats came later wait for as long
-        nearly = [rank for rank in active if inside[rank] > max(0.0, least - late)]
+        nearly = [rank for rank in active if inside[rank] > shortest]
         waiting = [rank for rank in active if rank in (*waiting, *nearly) and rank not in behind]
     else:
         waiting = list(active)

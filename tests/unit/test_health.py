@@ -84,16 +84,32 @@ def test_a_rank_that_works_while_the_others_wait_for_it_is_behind_too() -> None:
     assert (stall.waiting, stall.behind) == ([0], [1])
 
 
-@pytest.mark.parametrize(
-    "last", [[], [(2, 1.0, waits(7))]], ids=["is in its own code", "is inside torch a moment later"]
-)
-def test_all_ranks_wait_whose_heartbeats_said_so_within_one_period(last: list[tuple[int, float, Beat]]) -> None:
+def test_all_ranks_wait_whose_heartbeats_said_so_within_one_period() -> None:
     health = health_of(training(7, 7), training(7, 7), training(7, 7))
-    for rank, second, beat in ((1, 0.5, waits(8)), (0, 0.9, waits(8)), *last):
-        health.hear(rank, beat, second)
+    for rank, second in ((1, 0.5), (0, 0.9)):
+        health.hear(rank, waits(8), second)
     stall = health.find_stall(300.6)
     assert stall is not None
     assert (stall.waiting, stall.behind) == ([0, 1], [2])
+
+
+@pytest.mark.parametrize(
+    ("counts", "last", "behind", "fewer"),
+    [
+        ({"0": 8, "1": 1}, training(7, 8), [2], []),  # it waits for rank 2 in a group of the two
+        ({"0": 8}, waits(8), [], [1, 2]),  # rank 0 had all it needs before the connection of the others was cut
+        ({"0": 8}, waits(9), [], [1]),  # or it is busy inside torch, which the verdict says too
+    ],
+)
+def test_a_rank_whose_own_wait_is_a_heartbeat_shorter_than_that_of_who_waits_for_it_is_not_to_blame(
+    counts: dict[str, int], last: Beat, behind: list[int], fewer: list[int]
+) -> None:
+    health = health_of(waits(9), training(7, 8), last)
+    health.hear(1, replace(waits(8), collectives=counts), 0.5)
+    assert health.find_stall(300.3) is None
+    stall = health.find_stall(300.6)
+    assert stall is not None
+    assert (stall.behind, stall.fewer) == (behind, fewer)
 
 
 def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_per_line_and_an_explanation() -> None:
