@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ddp_manual.secret_arguments import without_secrets
 
 SCRIPT, MODULE, EXECUTABLE = "script", "module", "executable"
+# Among the modules that a process imports before it forks workers: torch's compiler.
+DYNAMO = "dynamo"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ddp_manual.agent.installed import distributions_with, installed_version
 from ddp_manual.errors import BadOption
-from ddp_manual.program import EXECUTABLE, MODULE, Program
+from ddp_manual.program import DYNAMO, EXECUTABLE, MODULE, Program
 from ddp_manual.protocol.program_arguments import digest
 from ddp_manual.wire import printable
 
@@ -48,6 +48,10 @@ OURS = "ddp_manual"
 # are imported by each rank itself: a fork lacks the threads that an import has started. torch._inductor starts
 # processes, and TensorBoard may import TensorFlow.
 FORKABLE = re.compile(r"(torch|torchvision|numpy)(\.(?!_|tensorboard\b)\w+)*")
+# DDP's constructor and the first step of an optimizer import torch's compiler, which takes 1.2 s. A program that only
+# computes does without it: one that has none of these words, and imports nothing but what is known not to train.
+TRAINS = re.compile(r"\b(optim|\w*Parallel|compile|train)\b")
+COMPUTES = {*sys.stdlib_module_names, "torch", "torchvision", "numpy", OURS}
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,19 @@ def source_of(program: Program) -> ProgramSource:
 
 def forkable_imports(program: Program) -> list[str]:
     """Return what a process imports besides torch before it forks workers for a program: what the program's main file
-    imports of torch, torchvision and numpy at its top (modules or names in them); of one of ours its own module."""
+    imports of torch, torchvision and numpy at its top (modules or names in them), and ``DYNAMO`` if it may train; of
+    one of ours its own module."""
     if program.prepare:
-        return [program.prepare.partition(":")[0]]
+        return [DYNAMO, program.prepare.partition(":")[0]]
     try:
         main, _ = _main_module(program)
         text = main.path.read_text("utf-8-sig", "replace")
     except (BadOption, OSError):
         return []
-    return sorted({name for name, is_top, _ in _imported(text, main.package) if is_top and FORKABLE.fullmatch(name)})
+    imported = list(_imported(text, main.package))
+    trains = TRAINS.search(text) or {name.partition(".")[0] for name, _, _ in imported} - COMPUTES
+    found = {name for name, is_top, _ in imported if is_top and FORKABLE.fullmatch(name)}
+    return [*([DYNAMO] if trains else []), *sorted(found)]
 
 
 def check_program(program: Program) -> None:

@@ -33,7 +33,7 @@ from ddp_manual import from_agent, from_worker, signal_handlers
 from ddp_manual.environment import user_variables, variables_for_a_rank
 from ddp_manual.errors import Stopped
 from ddp_manual.held_state_memory import HeldMemory
-from ddp_manual.program import MODULE, Program
+from ddp_manual.program import DYNAMO, MODULE, Program
 from ddp_manual.ranks_and_runs import RUNNING
 from ddp_manual.worker import device_and_backend, holding, join, private_torch
 from ddp_manual.worker.collective_recorder import Recorder
@@ -42,12 +42,11 @@ from ddp_manual.worker.reporter import Reporter, end_process
 
 
 def preload(names: Iterable[str]) -> None:
-    """Import what most programs need besides torch, and these names, before ``launch`` forks its workers; a module
-    that cannot be imported is left to the program."""
-    private_torch.import_dynamo()
+    """Import modules, of which ``DYNAMO`` is torch's compiler, before ``launch`` forks its workers; what cannot be
+    imported is left to the program."""
     for name in filter(None, names):
         with suppress(Exception):
-            importlib.import_module(name)
+            private_torch.import_dynamo() if name == DYNAMO else importlib.import_module(name)
 
 
 def main(channel: int, ignored: Iterable[int], held: int) -> None:
@@ -78,7 +77,7 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         Recorder(rank.spec, reporter.send).start()
         private_torch.let_programs_meet_by_themselves(lambda count: reporter.send(from_worker.StartsProcesses(count)))
         # Registered before the program registers any, so that these are called after them.
-        atexit.register(gc.unfreeze)  # otherwise libraries report leaks
+        atexit.register(_hear_no_library_at_last)
         atexit.register(_leave, rank, os.getpid())
         sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
         join.here = rank
@@ -154,6 +153,25 @@ def _leave(rank: Rank, pid: int) -> None:
     long as other ranks may use it. The store ends with its last reference, which is the one that atexit has."""
     if os.getpid() == pid:
         rank.wait_to_go()
+
+
+class _EndOfPython:
+    """As an attribute of ``sys``, whose attributes Python clears last: nothing that is written to stderr after that is
+    seen."""
+
+    def __init__(self) -> None:
+        self._nothing = os.open(os.devnull, os.O_WRONLY)
+        self._dup2 = os.dup2  # os has none any more then
+
+    def __del__(self) -> None:
+        self._dup2(self._nothing, 2)
+
+
+def _hear_no_library_at_last() -> None:
+    """Keep libraries from reporting as leaked what is frozen: to thaw it costs a second at the end of each rank, in
+    which Python looks through half a million objects that are torch's."""
+    with suppress(OSError):
+        vars(sys)["ddp_manual_end"] = _EndOfPython()
 
 
 def run_module(program: Program) -> None:

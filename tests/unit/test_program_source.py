@@ -175,17 +175,25 @@ def test_packages_that_are_imported_at_the_top_count_with_their_distribution(
     assert packages_of(tmp_path / "train.py") == {"Odd-Name": "2.0", "indirect": "3.1", "plain": "3.1"}
 
 
+DDP = "dynamo torch.nn.parallel torch.nn.parallel.DistributedDataParallel"
+
+
 @pytest.mark.parametrize(
     ("text", "imported"),
     [
         ("import torch\nimport torchvision.models as models\nimport numpy as np\n", "numpy torch torchvision.models"),
         ("from torch.nn import (  # why\n    Linear,\n)", "torch.nn torch.nn.Linear"),
-        ("import torchmetrics, transformers, torch_geometric\n", ""),
+        ("import torchmetrics, transformers, torch_geometric\n", "dynamo"),
+        ("from local import data\n", "dynamo"),
+        ("import sys, ddp_manual\ntrain_loader = optimise()\n", ""),
+        ("import torch\nmodel = torch.compile(model)\n", "dynamo torch"),
+        ("import torch\noptimizer = torch.optim.SGD(model.parameters())\n", "dynamo torch"),
+        ("from torch.nn.parallel import DistributedDataParallel as DDP\n", DDP),
         ("from torch.utils.tensorboard import SummaryWriter\nimport torch._inductor\n", ""),
         ("def f():\n    import torchvision\nif x:\n    import numpy\n", ""),
     ],
 )
-def test_what_is_imported_before_a_fork_is_torch_torchvision_and_numpy(
+def test_what_is_imported_before_a_fork_is_torch_torchvision_numpy_and_dynamo_for_what_may_train(
     tmp_path: Path, text: str, imported: str
 ) -> None:
     script = write(tmp_path, {"train.py": text}) / "train.py"

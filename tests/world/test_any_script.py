@@ -340,23 +340,30 @@ WORKS_ON = """
     for _ in range(20):
         dist.all_reduce(torch.ones(1))
     atexit.register(print, "atexit", rank, flush=True)
+
+    class Kept:
+        def __del__(self):
+            print("object", rank, flush=True)
+
+    kept = Kept()
     threading.Thread(target=work_on).start()
     print("end", rank, flush=True)
 """
 
 
-def test_a_program_opens_groups_where_it_likes_and_its_threads_and_atexit_handlers_end_as_they_do_in_plain_python(
+def test_a_program_opens_groups_where_it_likes_and_what_it_leaves_behind_ends_as_it_does_in_plain_python(
     start: Start, tmp_path: Path, port: int
 ) -> None:
     """torch would wait at a port of the program's own for a store of the launcher's. Rank 0 keeps the store for a rank
-    that goes on. What holds nothing is told once what a loss will cost."""
+    that goes on. What holds nothing is told once what a loss will cost. No library reports as leaked what is frozen."""
     write(tmp_path, "works.py", WORKS_ON)
     launch = start(*DDP_MANUAL, "launch", "--nproc", 2, "--on_loss", "wait", "works.py", port, cwd=tmp_path)
     assert launch.wait() == 0, launch.err
     for rank in (0, 1):
         said = [line for line in launch.out.splitlines() if line.startswith(f"[rank {rank}]")]
-        assert said == [f"[rank {rank}] {name} {rank}" for name in ("end", "thread", "atexit")]
-    assert "keeping the store for rank 1, still at work" in launch.err and "error[" not in launch.err
+        assert said == [f"[rank {rank}] {name} {rank}" for name in ("end", "thread", "atexit", "object")]
+    assert "keeping the store for rank 1, still at work" in launch.err
+    assert "error[" not in launch.err and "leaked" not in launch.err
     line = "works.py does not call hold(): after a loss all ranks start it again from its beginning"
     assert [one for one in launch.err.splitlines() if "hold()" in one] == [f"[rank 0] {line}"]
 
