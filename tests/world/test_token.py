@@ -108,7 +108,7 @@ def test_a_recorded_hello_takes_no_rank_in_its_own_run_nor_in_the_next(
     rank_0 = start_program(0, 3)
     rank_0.wait_for("waiting for ranks 1-2; 1 of 3 here")
     overheard = start_program(1, 3, "--master_port", eavesdropper.port)
-    rank_0.wait_for("waiting for rank 2; 2 of 3 here")
+    overheard.wait_for("waiting for rank 2; 2 of 3 here")  # that it has been answered: otherwise it only closes
     overheard.process.terminate()
     assert overheard.wait(10) == 143
     rank_0.wait_for(
