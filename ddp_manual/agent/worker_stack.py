@@ -27,8 +27,6 @@ _LIBRARY = re.compile(
 _STARTS_IT = re.compile(rf'  File "{re.escape(str(_FOLDERS[0]))}/(?:__main__|main|script)\.py"')
 # How many innermost frames are shown even if they are a library's: they say what the thread does or waits for.
 _INNERMOST = 3
-# faulthandler's list of what is imported; nanobind's report, at Python's end, of what is still there.
-_OF_LIBRARIES = re.compile(r"(?m)^(Extension modules: |nanobind: | - ).*\n?|See https://nanobind\S*?refleaks\.html")
 # What faulthandler writes after the 100 innermost frames of a thread.
 _CUT = "  ..."
 
@@ -82,7 +80,7 @@ def readable_stack(text: str, place: str = "") -> str:
         place: the program's innermost line, from its last heartbeat: faulthandler writes only 100 frames of a thread,
             which may all be those of libraries.
     """
-    text = _OF_LIBRARIES.sub("", text)
+    text = re.sub(r"(?m)^Extension modules: .*\n?", "", text)
     threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
     own = os.path.join("ddp_manual", "worker", "reporter.py")
     shown = [_folded(thread.strip()) for thread in threads[1:] if own not in thread]

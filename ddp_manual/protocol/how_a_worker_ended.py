@@ -24,7 +24,6 @@ def lost(info: RankInfo, worker: WorkerSeen, again: str, *, replaced: bool) -> D
         replaced: whether its program had become another one by exec, on rank 0.
     """
     status, stack = worker.status, worker.crash_stack
-    has_stack = "most recent call first" in stack  # otherwise it crashed after Python's end
     next = "look at its last lines"
     if status is None:
         what, why = "its process has ended", "nobody could see how it ended"
@@ -36,7 +35,7 @@ def lost(info: RankInfo, worker: WorkerSeen, again: str, *, replaced: bool) -> D
         what = signal_name(-status)
         why = f"its worker crashed in native code: {what}"
         next = "repair the call that the stack shows; its last lines may say more"
-        if status == -signal.SIGABRT and not has_stack:
+        if status == -signal.SIGABRT and not stack:
             next += "\nif they say 'terminate called without an active exception', a thread of gloo still held a tensor"
             next += "\nwhile Python ended: call torch.distributed.destroy_process_group() at the end of the program"
     elif status < 0:
@@ -49,11 +48,10 @@ def lost(info: RankInfo, worker: WorkerSeen, again: str, *, replaced: bool) -> D
     where = f"it was {worker.beat.last_seen()}, when it was last heard"
     if replaced:
         why, next = f"{why}\n{STORE_REPLACED}", WITHOUT_PYTHON
-    last = stack and f"its {'Python stack' if has_stack else 'last words'}:\n{stack[-LONGEST_TEXT:]}"
     error = lost_rank(
         info,
         f"is gone: {what}",
-        why="\n".join(filter(None, (why, where, last))),
+        why="\n".join(filter(None, (why, where, stack and f"its Python stack:\n{stack[-LONGEST_TEXT:]}"))),
         next=f"{next}\nthen {again}",
     )
     error.exit_code = exit_code(status)

@@ -39,7 +39,7 @@ def find_stall(
         longer_than: seconds to use in place of those for which they may wait.
 
     Returns:
-        None if no rank waits for that long.
+        None if no rank waits for that long, or if one may still turn out to wait too: two heartbeats later it is known.
     """
     active = {rank: known for rank, known in watched.items() if known.beat.phase != LEAVING and not known.finished}
     # A person in a debugger may take as long as he likes.
@@ -68,8 +68,8 @@ def find_stall(
     fewer = [rank for rank in behind if rank in waiting or inside[rank] > least]
     behind = [rank for rank in behind if rank not in fewer]
     shortest = max(0.0, least - late)
-    if any(inside[rank] > shortest for rank in behind):
-        return None  # a heartbeat later it is known whether they wait too
+    if max(inside[rank] for rank in waiting) <= least + late and any(inside[rank] > shortest for rank in behind):
+        return None  # soon it is known whether they wait too
     if not behind:
         behind = [rank for rank, known in active.items() if not known.beat.inside]
         if behind and all(now - max(active[rank].changed, active[rank].went_on) <= late for rank in behind):

@@ -49,12 +49,11 @@ def preload(names: Iterable[str]) -> None:
             private_torch.import_dynamo() if name == DYNAMO else importlib.import_module(name)
 
 
-def main(channel: int, faults: int, ignored: Iterable[int], held: int) -> None:
+def main(channel: int, ignored: Iterable[int], held: int) -> None:
     """Run the program as a rank; when it has ended, the interpreter ends as after any program.
 
     Args:
         channel: the descriptor of the socket to the agent.
-        faults: the descriptor of the pipe to the agent for what it shows of a crash.
         held: the descriptor of the memory that the agent holds.
         ignored: the signals that this process was told to ignore.
     """
@@ -77,8 +76,8 @@ def main(channel: int, faults: int, ignored: Iterable[int], held: int) -> None:
         reporter.send_beat()
         Recorder(rank.spec, reporter.send).start()
         private_torch.let_programs_meet_by_themselves(lambda count: reporter.send(from_worker.StartsProcesses(count)))
-        vars(sys)["ddp_manual_end"] = _EndOfPython(faults)
-        # Registered before the program registers any handler, so that it is called after them.
+        # Registered before the program registers any, so that these are called after them.
+        atexit.register(gc.unfreeze)  # otherwise libraries report leaks
         atexit.register(_leave, rank, os.getpid())
         sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
         join.here = rank
@@ -154,18 +153,6 @@ def _leave(rank: Rank, pid: int) -> None:
     long as other ranks may use it. The store ends with its last reference, which is the one that atexit has."""
     if os.getpid() == pid:
         rank.wait_to_go()
-
-
-class _EndOfPython:
-    """As an attribute of ``sys``, whose attributes Python clears last: what is written to stderr after that goes to the
-    agent, which shows it if the process crashes. Libraries report as leaked then what is frozen. To thaw that would
-    cost a second: Python would look through half a million objects that are torch's, and take them apart."""
-
-    def __init__(self, faults: int) -> None:
-        self._faults, self._dup2 = faults, os.dup2  # os has none any more then
-
-    def __del__(self) -> None:
-        self._dup2(self._faults, 2)
 
 
 def run_module(program: Program) -> None:

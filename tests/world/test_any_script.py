@@ -219,11 +219,6 @@ ENDS = """
             ctypes.string_at(0)
         dist.barrier()
 
-    def crashes_after_pythons_end():
-        if rank == 0:
-            terminate = ctypes.cast(ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev, ctypes.c_void_p)
-            ctypes.CDLL(None).__cxa_atexit(terminate, None, None)
-
     def closes_its_group_too_early():
         open_group()
         for _ in range(10 + rank):
@@ -275,16 +270,14 @@ FAILED, BOOM = r"rank 1 \(.*\) left with error\[training-failed\]: ValueError: b
 CLOSED = "rank 0 had closed the process group while rank 1 was still in a collective"
 STUCK = r"rank 1 \(.*\) is stuck while others wait: rank 0 waits for \d s"
 FINISHED = "rank 1 had finished while rank 0 was still in the call that opens a process group"
-ABORTED = r"rank 0 \(.*\) is gone: SIGABRT"
 GONE = r"rank 0 \(.*\) is gone: its worker exited with code 3 without a word"
-# For each way the exit codes of ranks 0 and 1, and what their errors say; rank 1 has finished well in two of them.
+# For each way the exit codes of ranks 0 and 1, and what their errors say; rank 1 has finished well in one of them.
 WAYS = {
     "raises": [(14, FAILED), (1, BOOM)],
     "crashes": [(14, r"rank 1 \(.*\) is gone: SIGSEGV"), (139, r"rank 1 \(.*\) is gone: SIGSEGV")],
     "closes_its_group_too_early": [(14, CLOSED), (14, CLOSED)],
     "is_not_read": [(14, STUCK), (14, STUCK)],
     "raises_while_another_saves": [(14, FAILED), (1, BOOM)],
-    "crashes_after_pythons_end": [(134, ABORTED)],
     "has_finished_while_another_opens_a_group": [(14, FINISHED)],
     "becomes_another": [(3, GONE), (14, GONE)],
 }
@@ -310,17 +303,13 @@ def test_however_a_program_ends_who_began_it_is_named_on_all_ranks_and_a_file_th
     assert "[rank 1] own hook: boom\n[rank 1] atexit 1\n" in launch.out
     assert 'ends.py", line ' in whys["raises", 1] and "script.py" not in whys["raises", 1]
     assert re.search(r'ends\.py", line \d+ in crashes', whys["crashes", 0])
-    aborted = whys["crashes_after_pythons_end", 0]
-    assert "its last words:\nterminate called without an active exception" in aborted
-    assert "destroy_process_group() at the end of the program" in aborted
     for rank in (0, 1):
         assert "rank 0 began last the 10th of the default group" in whys["closes_its_group_too_early", rank]
         assert "rank 1 (" in whys["is_not_read", rank] and ": running, on ends.py:" in whys["is_not_read", rank]
         assert (
             EXECUTED in whys["becomes_another", rank] and "start it with --no_python" in whys["becomes_another", rank]
         )
-    last = launch.err.rpartition("\nrestart ")[2]
-    assert EXECUTED in last.partition("error[master-lost]")[0]  # at once, before its end
+    assert EXECUTED in launch.err.partition("error[master-lost]")[0]  # at once, before its end
     assert (tmp_path / "slow.pt").stat().st_size > 100
     assert "rank 0 failed first, with exit code 3, after " in launch.err
 
