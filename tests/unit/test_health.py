@@ -110,6 +110,9 @@ def test_a_rank_whose_own_wait_is_a_heartbeat_shorter_than_that_of_who_waits_for
     stall = health.find_stall(300.6)
     assert stall is not None
     assert (stall.behind, stall.fewer) == (behind, fewer)
+    health = health_of(waits(9), training(7, 8), last)
+    health.hear(1, replace(waits(8), collectives=counts), 6 * RUN.heartbeat_period)
+    assert health.find_stall(300 + 5 * RUN.heartbeat_period) is not None  # two heartbeats are enough
 
 
 def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_per_line_and_an_explanation() -> None:

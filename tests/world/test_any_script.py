@@ -340,11 +340,9 @@ WORKS_ON = """
     for _ in range(20):
         dist.all_reduce(torch.ones(1))
     atexit.register(print, "atexit", rank, flush=True)
-
     class Kept:
         def __del__(self):
             print("object", rank, flush=True)
-
     kept = Kept()
     threading.Thread(target=work_on).start()
     print("end", rank, flush=True)
@@ -362,8 +360,7 @@ def test_a_program_opens_groups_where_it_likes_and_what_it_leaves_behind_ends_as
     for rank in (0, 1):
         said = [line for line in launch.out.splitlines() if line.startswith(f"[rank {rank}]")]
         assert said == [f"[rank {rank}] {name} {rank}" for name in ("end", "thread", "atexit", "object")]
-    assert "keeping the store for rank 1, still at work" in launch.err
-    assert "error[" not in launch.err and "leaked" not in launch.err
+    assert "keeping the store for rank 1, still at work" in launch.err and not re.search(r"error\[|leaked", launch.err)
     line = "works.py does not call hold(): after a loss all ranks start it again from its beginning"
     assert [one for one in launch.err.splitlines() if "hold()" in one] == [f"[rank 0] {line}"]
 
