@@ -1,4 +1,5 @@
-"""``launch`` and torchrun with the same scripts: seconds from Enter to the first step, and steps per second.
+"""``launch`` and torchrun with the same scripts: seconds from Enter to the first step and to the end of a script that
+takes 22 steps, and steps per second.
 
 python -m benchmarks.any_script                       # 25 minutes
 python -m benchmarks.any_script --only "2 ranks" --repetitions 3
@@ -11,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +45,18 @@ def first_steps(row: Row, repetitions: int) -> dict[str, list[float]]:
 
     def seconds(command: list[str]) -> float:
         return until_first_step([command], REPOSITORY, lambda printed: b"first step" in printed)
+
+    sides = {name: partial(seconds, start(row.ranks, row.script)) for name, start in SIDES.items()}
+    return interleave(sides, repetitions)
+
+
+def whole_runs(row: Row, repetitions: int) -> dict[str, list[float]]:
+    """Return each side's seconds from Enter until the shell's next prompt; the sides are started in turn."""
+
+    def seconds(command: list[str]) -> float:
+        started = time.perf_counter()
+        subprocess.run(command, env=environment(REPOSITORY), cwd=REPOSITORY, check=True, capture_output=True)
+        return time.perf_counter() - started
 
     sides = {name: partial(seconds, start(row.ranks, row.script)) for name, start in SIDES.items()}
     return interleave(sides, repetitions)
@@ -88,7 +102,7 @@ class Row:
 
 
 def rows(data_dir: str) -> list[Row]:
-    plain, tutorial = (STEPS,), (TUTORIAL, data_dir)
+    plain, tutorial, few = (STEPS,), (TUTORIAL, data_dir), (STEPS, "--steps", "1")
     small = (STEPS, "--width", "64", "--layers", "2", "--steps", "100")
     usual = (STEPS, "--width", "1024", "--layers", "4", "--steps", "10")
     return [
@@ -96,6 +110,7 @@ def rows(data_dir: str) -> list[Row]:
         Row("seconds to the first step, 8 ranks, with torchvision", first_steps, 8, tutorial, 3),
         Row("seconds to the first step, 2 ranks", first_steps, 2, plain, 5),
         Row("seconds to the first step, 2 ranks, with torchvision", first_steps, 2, tutorial, 5),
+        Row("seconds until 22 steps are done and all ranks have ended, 4 ranks", whole_runs, 4, few, 5),
         Row("small steps per second, 1 rank", steps_per_second, 1, small, 20),
         Row("small steps per second, 2 ranks", steps_per_second, 2, small, 20),
         Row("usual steps per second, 2 ranks", steps_per_second, 2, usual, 20),

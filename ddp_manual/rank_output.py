@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from ddp_manual.text_wrapping import LEAST, wrapped
 from ddp_manual.wire import LONGEST_LINE
 
 COLOURS = (36, 33, 32, 35, 34, 31)
+# nanobind's report, at Python's end, of what a forked worker leaves frozen: see ``worker/script.py``.
+FROZEN = re.compile(rb"nanobind: (leaked|this is likely)|  ?- (leaked|\.\.\. skipped)|See https://nanobind\S*refleaks")
 # Seconds between two states of a progress bar.
 STATE_EVERY = 1.0
 
@@ -107,7 +110,7 @@ async def copy(descriptor: int, output: RankOutput, sink: TextIO) -> None:
             *lines, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n")
             if not piece or len(rest) > LONGEST_LINE:
                 lines, rest = [*lines, rest] if rest else lines, b""
-            lines = [_last_state(line) for line in lines]
+            lines = [_last_state(line) for line in lines if not FROZEN.match(line)]
             if lines and shown:  # a state that was shown has become a line
                 lines, shown = lines[lines[0] == shown :], b""
             if b"\r" in rest:  # a state that another one has replaced is not kept

@@ -180,7 +180,8 @@ def completed(begin: Callable[..., list[RankProcess]], script: Script) -> list[s
     for arguments in script.runs:
         processes = begin(arguments=arguments)
         codes = [process.wait() for process in processes]
-        assert codes == [0] * len(processes), (codes, [one.err for one in processes])
+        said = "".join(process.err for process in processes)
+        assert codes == [0] * len(processes) and "leaked" not in said, (codes, said)
         lines += printed(processes)
     return lines
 

@@ -102,4 +102,4 @@ if __name__ == "__main__":
             become_new_python((channel, faults, held), parent, ignored)
     else:
         channel, faults, held = descriptors
-    script.main(channel, ignored, held)
+    script.main(channel, ignored, held, is_copied=forks and who.get("in") != "terminal")

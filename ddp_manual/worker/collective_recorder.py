@@ -135,10 +135,14 @@ class Recorder:
         """Share memory with the agent, and record in each process group that is open or that is opened later.
 
         Returns:
-            The function that stops the recording. If nobody calls it, the recording ends with the process.
+            The function that stops the recording. If nobody calls it, the recording ends at exit, after the functions
+            that the program has registered since.
         """
         if self._is_alone:
             return self._undo.close
+        # A process that ends with a hook registered would crash, and so would a fork of it. What torch's native code
+        # still refers to at Python's end is never collected, with files of the program that are to be written.
+        atexit.register(self._undo.close)
         _recorders.append(self)
         self._undo.callback(self._forget)
         if self._compared or self._operations:
@@ -164,15 +168,11 @@ class Recorder:
 
     def _forget(self) -> None:
         _recorders.remove(self)
-        self.unhook()
+        self._operations = {}
+        for group in self._groups:
+            _unhook(group)
         self._groups.clear()
         self._memory = None
-
-    def unhook(self) -> None:
-        """Stop recording. A hook that is still registered when the interpreter ends would crash the process."""
-        self._operations = {}
-        for group in list(self._groups):
-            _unhook(group)
 
     def _opened(self, group: Any, key: str, ranks: Sequence[int]) -> None:
         if len(ranks) == 1:
@@ -340,13 +340,7 @@ def _variable(name: str, functions: Container[str], frame: FrameType | None) -> 
     return frame.f_locals.get(name)
 
 
-# The recorders that have hooks. A process that ends with a hook registered would crash, and so would a fork of it.
 _recorders: list[Recorder] = []
-
-
-def _unhook_all() -> None:
-    for recorder in _recorders:
-        recorder.unhook()
 
 
 def _forget_all() -> None:
@@ -355,6 +349,4 @@ def _forget_all() -> None:
         recorder._memory = None
 
 
-# This module is imported before the user's code, so atexit calls this after the user's functions (reverse order).
-atexit.register(_unhook_all)
 os.register_at_fork(after_in_child=_forget_all)

@@ -74,6 +74,7 @@ class Reporter:
         self._reader = LineReader(from_agent.read, LONGEST_ANSWER)
         self._turn = threading.Lock()
         self._unsent: collections.deque[bytes] = collections.deque()
+        self._stopped, self._stop = socket.socketpair()
         self._said: dict[type[object], from_agent.FromAgent] = {}
         self._agent_spoke = threading.Event()
         self._ending = False
@@ -141,6 +142,14 @@ class Reporter:
             self._agent_spoke.wait(0.2)  # short, since Python handles no signal while it waits
             self._agent_spoke.clear()
 
+    def stop(self) -> None:
+        """End the thread before Python ends: what the frames of a daemon thread refer to is never collected, among it
+        files of the program that are to be written to their end."""
+        if self._thread.is_alive():  # not in a fork
+            with suppress(OSError):  # the program has closed descriptors that are not its own
+                self._stop.send(b".")
+            self._thread.join(timeout=SENT_WITHIN)
+
     def close(self) -> None:
         self.over = True
         if self._turn.acquire(timeout=SENT_WITHIN):  # the thread may be sending
@@ -149,13 +158,18 @@ class Reporter:
             self._channel.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=5)
         self._channel.close()
+        self._stopped.close()
+        self._stop.close()
 
     def _run(self) -> None:
         spoken_to = select.poll()  # which has no descriptor that the program could close
         spoken_to.register(self._channel, select.POLLIN)
+        spoken_to.register(self._stopped, select.POLLIN)
         while True:
             data: bytes | None = None
-            if spoken_to.poll(1000 * (LOOK_WHILE_SAVING if self._ending else LOOK_EVERY)):
+            if speaks := dict(spoken_to.poll(1000 * (LOOK_WHILE_SAVING if self._ending else LOOK_EVERY))):
+                if self._stopped.fileno() in speaks:
+                    return
                 try:
                     data = self._channel.recv(1 << 16)
                 except ConnectionError:

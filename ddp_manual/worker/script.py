@@ -49,13 +49,14 @@ def preload(names: Iterable[str]) -> None:
             private_torch.import_dynamo() if name == DYNAMO else importlib.import_module(name)
 
 
-def main(channel: int, ignored: Iterable[int], held: int) -> None:
+def main(channel: int, ignored: Iterable[int], held: int, *, is_copied: bool) -> None:
     """Run the program as a rank; when it has ended, the interpreter ends as after any program.
 
     Args:
         channel: the descriptor of the socket to the agent.
         held: the descriptor of the memory that the agent holds.
         ignored: the signals that this process was told to ignore.
+        is_copied: whether ``rank_output`` copies what this process writes.
     """
     os.set_inheritable(channel, False)  # exec closes it: that tells the agent that the program has become another one
     reporter = Reporter(socket.socket(fileno=channel), from_worker.Born(os.getpid()))
@@ -65,8 +66,6 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
     assert program is not None
     try:
         prepared = _prepare(rank, start.path, program) if program.prepare else None
-        gc.freeze()  # it was off while this process imported what stays
-        gc.enable()
         told = rank.meet(prepared)
         variables_for_a_rank.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
         if told.placed.holds:
@@ -77,11 +76,15 @@ def main(channel: int, ignored: Iterable[int], held: int) -> None:
         Recorder(rank.spec, reporter.send).start()
         private_torch.let_programs_meet_by_themselves(lambda count: reporter.send(from_worker.StartsProcesses(count)))
         # Registered before the program registers any, so that these are called after them.
-        atexit.register(gc.unfreeze)  # otherwise libraries report leaks
+        # Where libraries could be seen to report leaks, all is thawed.
+        atexit.register(_thaw_if_needed if is_copied else gc.unfreeze)
+        atexit.register(reporter.stop)
         atexit.register(_leave, rank, os.getpid())
         sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
         join.here = rank
         signal_handlers.handle_as_any_program(ignored)
+        gc.freeze()  # it was off while this process imported what stays
+        gc.enable()
         reporter.send(from_worker.ProgramBegins())
     except BaseException as error:
         rank.tell(error)
@@ -153,6 +156,28 @@ def _leave(rank: Rank, pid: int) -> None:
     long as other ranks may use it. The store ends with its last reference, which is the one that atexit has."""
     if os.getpid() == pid:
         rank.wait_to_go()
+
+
+def _thaw_if_needed() -> None:
+    """Leave frozen, while Python ends, what was frozen before the program began: to look through half a million objects
+    of torch, and to take them apart, takes a second."""
+    vars(sys)["modules"]["ddp_manual: the end of Python"] = _EndOfModules()
+
+
+class _EndOfModules:
+    """As a value of ``sys.modules``, which Python clears first: collect what the program has left. Thaw all if an
+    object stays that has something to do at its end, such as a file with text to write. It belongs to a frozen object
+    then, as to a library's class that the program has changed, and is found by Python's collection of all that follows.
+    """
+
+    def __init__(self) -> None:
+        self._collect, self._objects, self._thaw = gc.collect, gc.get_objects, gc.unfreeze
+
+    def __del__(self) -> None:
+        self._collect()
+        left = (type(other) for other in self._objects() if other is not self)  # none that is frozen
+        if any("__del__" in vars(base) for kind in left for base in kind.__mro__):
+            self._thaw()
 
 
 def run_module(program: Program) -> None:

@@ -155,12 +155,14 @@ def test_launch_gives_a_program_torchruns_variables_pythons_flags_and_descriptor
     import torchvision
     import torch.utils.cpp_extension
     import wave
+    import gc
+    gc.unfreeze = lambda: print("thawed", flush=True)  # which takes a second
     """
     script = write(tmp_path, "found.py", textwrap.dedent(imports) + textwrap.dedent(FOUND))
     python = f"{sys.executable} {' '.join(FLAGS)} -m ddp_manual launch --nproc_per_node=2 --standalone"
     launch = start("bash", "-c", f"{python} {script} <(echo hi)", cwd=tmp_path, CUDA_HOME=str(tmp_path))
     seen = found_by([launch])
-    assert launch.out.count("[True, True, False]") == 2
+    assert launch.out.count("[True, True, False]") == 2 and "thawed" not in launch.out
     assert [found["descriptor"] for found in seen] == ["hi\n", False]
     for found in seen:
         assert found["started with"] == [1, ["ignore::ResourceWarning"], {"name": "1", "other": True}]
@@ -315,7 +317,7 @@ def test_however_a_program_ends_who_began_it_is_named_on_all_ranks_and_a_file_th
 
 
 WORKS_ON = """
-    import atexit, os, sys, threading, time
+    import atexit, json, os, sys, threading, time
     import torch, torch.distributed as dist
 
     def open_group_at(port):  # as tutorials do, with and without a port of their own
@@ -344,6 +346,8 @@ WORKS_ON = """
         def __del__(self):
             print("object", rank, flush=True)
     kept = Kept()
+    json.JSONEncoder.left_open = open(f"left_open_by_{rank}", "w")  # an object that is frozen refers to it
+    json.JSONEncoder.left_open.write("to its end")
     threading.Thread(target=work_on).start()
     print("end", rank, flush=True)
 """
@@ -360,6 +364,7 @@ def test_a_program_opens_groups_where_it_likes_and_what_it_leaves_behind_ends_as
     for rank in (0, 1):
         said = [line for line in launch.out.splitlines() if line.startswith(f"[rank {rank}]")]
         assert said == [f"[rank {rank}] {name} {rank}" for name in ("end", "thread", "atexit", "object")]
+        assert (tmp_path / f"left_open_by_{rank}").read_text() == "to its end"
     assert "keeping the store for rank 1, still at work" in launch.err and not re.search(r"error\[|leaked", launch.err)
     line = "works.py does not call hold(): after a loss all ranks start it again from its beginning"
     assert [one for one in launch.err.splitlines() if "hold()" in one] == [f"[rank 0] {line}"]
