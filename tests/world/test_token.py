@@ -154,7 +154,7 @@ def test_a_rank_refuses_a_false_rank_0_that_plays_back_what_a_true_one_said(
     true = start_program(0, 3)
     true.wait_for("waiting for ranks 1-2; 1 of 3 here")
     overheard = start_program(1, 3, "--master_port", eavesdropper.port)
-    true.wait_for("waiting for rank 2; 2 of 3 here")
+    overheard.wait_for("waiting for rank 2; 2 of 3 here")
     greeting, welcome = (eavesdropper.line_from_rank_0(kind) for kind in ("greeting", "welcome"))
     overheard.kill()
     true.kill()
