@@ -21,7 +21,10 @@ from ddp_manual.wire import LONGEST_LINE
 
 COLOURS = (36, 33, 32, 35, 34, 31)
 # nanobind's report, at Python's end, of what a forked worker leaves frozen: see ``worker/script.py``.
-FROZEN = re.compile(rb"nanobind: (leaked|this is likely)|  ?- (leaked|\.\.\. skipped)|See https://nanobind\S*refleaks")
+FROZEN = re.compile(
+    rb"nanobind: leaked \d+ [\w ]+!| - leaked (instance 0x\S+ of type|type|function) \".*\"| - \.\.\. skipped remainder"
+    rb"|nanobind: this is likely caused by a reference .*|See https://nanobind\S+/refleaks\.html"
+)
 # Seconds between two states of a progress bar.
 STATE_EVERY = 1.0
 
@@ -110,7 +113,7 @@ async def copy(descriptor: int, output: RankOutput, sink: TextIO) -> None:
             *lines, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n")
             if not piece or len(rest) > LONGEST_LINE:
                 lines, rest = [*lines, rest] if rest else lines, b""
-            lines = [_last_state(line) for line in lines if not FROZEN.match(line)]
+            lines = [_last_state(line) for line in lines if sink is not sys.stderr or not FROZEN.fullmatch(line)]
             if lines and shown:  # a state that was shown has become a line
                 lines, shown = lines[lines[0] == shown :], b""
             if b"\r" in rest:  # a state that another one has replaced is not kept

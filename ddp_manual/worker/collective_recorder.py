@@ -140,17 +140,21 @@ class Recorder:
         """
         if self._is_alone:
             return self._undo.close
-        # A process that ends with a hook registered would crash, and so would a fork of it. What torch's native code
-        # still refers to at Python's end is never collected, with files of the program that are to be written.
-        atexit.register(self._undo.close)
         _recorders.append(self)
         self._undo.callback(self._forget)
         if self._compared or self._operations:
             self._share()
-        self._undo.enter_context(
+        in_torch = self._undo.enter_context(ExitStack())
+        # A process that ends with a hook registered would crash, and so would a fork of it. What torch's native code
+        # still refers to at Python's end is never collected, with files of the program that are to be written. The
+        # memory stays: the program may have closed its descriptors, and opened files of its own under their numbers.
+        atexit.register(in_torch.close)
+        self._undo.callback(atexit.unregister, in_torch.close)
+        in_torch.callback(self._unhook)
+        in_torch.enter_context(
             wrap_collectives({} if self._operations or self._memory is None else _OPERATIONS, self._called)
         )
-        self._undo.enter_context(watch_process_groups(self._opened, self._closed))
+        in_torch.enter_context(watch_process_groups(self._opened, self._closed))
         return self._undo.close
 
     def _share(self) -> None:
@@ -168,11 +172,13 @@ class Recorder:
 
     def _forget(self) -> None:
         _recorders.remove(self)
+        self._memory = None
+
+    def _unhook(self) -> None:
         self._operations = {}
         for group in self._groups:
             _unhook(group)
         self._groups.clear()
-        self._memory = None
 
     def _opened(self, group: Any, key: str, ranks: Sequence[int]) -> None:
         if len(ranks) == 1:

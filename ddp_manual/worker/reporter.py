@@ -42,9 +42,9 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the channel in a fork, such as a DataLoader's: it would stay open after the parent's death."""
-    for channel in list(_open):
-        channel.close()
+    """Close what is open in a fork, such as a DataLoader's: the channel would stay so after the parent's death."""
+    for one in list(_open):
+        one.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -70,11 +70,11 @@ class Reporter:
         """Whether this rank has left the run, so that the agent may end."""
         self.stops = Stops(self.send, lambda: self.wait(messages.StopAfter))
         self._channel = channel
-        _open.add(channel)
         self._reader = LineReader(from_agent.read, LONGEST_ANSWER)
         self._turn = threading.Lock()
         self._unsent: collections.deque[bytes] = collections.deque()
         self._stopped, self._stop = socket.socketpair()
+        _open.update((channel, self._stopped, self._stop))
         self._said: dict[type[object], from_agent.FromAgent] = {}
         self._agent_spoke = threading.Event()
         self._ending = False
@@ -144,11 +144,14 @@ class Reporter:
 
     def stop(self) -> None:
         """End the thread before Python ends: what the frames of a daemon thread refer to is never collected, among it
-        files of the program that are to be written to their end."""
+        files of the program that are to be written to their end. The channel is closed with the process: otherwise the
+        agent would take this process for gone."""
         if self._thread.is_alive():  # not in a fork
             with suppress(OSError):  # the program has closed descriptors that are not its own
                 self._stop.send(b".")
             self._thread.join(timeout=SENT_WITHIN)
+            for one in (self._channel, self._stopped, self._stop):
+                one.detach()
 
     def close(self) -> None:
         self.over = True

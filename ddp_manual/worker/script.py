@@ -76,8 +76,7 @@ def main(channel: int, ignored: Iterable[int], held: int, *, is_copied: bool) ->
         Recorder(rank.spec, reporter.send).start()
         private_torch.let_programs_meet_by_themselves(lambda count: reporter.send(from_worker.StartsProcesses(count)))
         # Registered before the program registers any, so that these are called after them.
-        # Where libraries could be seen to report leaks, all is thawed.
-        atexit.register(_thaw_if_needed if is_copied else gc.unfreeze)
+        atexit.register(_thaw_if_needed, os.fstat(2) if is_copied else None)
         atexit.register(reporter.stop)
         atexit.register(_leave, rank, os.getpid())
         sys.excepthook = functools.partial(_leave_to_the_agent, os.getpid())
@@ -158,10 +157,18 @@ def _leave(rank: Rank, pid: int) -> None:
         rank.wait_to_go()
 
 
-def _thaw_if_needed() -> None:
+def _thaw_if_needed(copied: os.stat_result | None) -> None:
     """Leave frozen, while Python ends, what was frozen before the program began: to look through half a million objects
-    of torch, and to take them apart, takes a second."""
-    vars(sys)["modules"]["ddp_manual: the end of Python"] = _EndOfModules()
+    of torch, and to take them apart, takes a second.
+
+    Args:
+        copied: the pipe of which ``rank_output`` drops what a library says of that; None: stderr is none.
+    """
+    with suppress(OSError):  # stderr is closed
+        if copied is not None and os.path.samestat(copied, os.fstat(2)):
+            vars(sys)["modules"]["ddp_manual: the end of Python"] = _EndOfModules()
+            return
+    gc.unfreeze()
 
 
 class _EndOfModules:

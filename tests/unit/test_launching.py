@@ -64,7 +64,7 @@ def test_after_a_death_on_another_host_ranks_start_again_if_they_do_so_there(exi
     assert [may_be_fixed(error_for(rank, verdict)) for rank in (0, 1)] == [again, again]
 
 
-def test_a_progress_bar_is_shown_once_a_second_while_it_grows_and_no_library_reports_what_is_left_frozen(
+def test_a_progress_bar_is_shown_once_a_second_while_it_grows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def copied() -> None:
@@ -77,7 +77,6 @@ def test_a_progress_bar_is_shown_once_a_second_while_it_grows_and_no_library_rep
             while "39%" not in (tmp_path / "log").read_text():  # though nothing follows it
                 await asyncio.sleep(0.01)
             os.write(writing, b"\r    \rsaved\n\r42% done\n")
-            os.write(writing, b'nanobind: leaked 1 types!\n - leaked type "x"\n - ... skipped remainder\n')
             os.close(writing)
             await copying
             await asyncio.sleep(0.01)  # until the pipe is closed

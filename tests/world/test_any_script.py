@@ -153,6 +153,7 @@ def test_launch_gives_a_program_torchruns_variables_pythons_flags_and_descriptor
     import sys
     print([name in sys.modules for name in ("torch.nn", "torchvision", "wave")], flush=True)
     import torchvision
+    import torch.optim  # for this torch's compiler is imported
     import torch.utils.cpp_extension
     import wave
     import gc
@@ -162,7 +163,8 @@ def test_launch_gives_a_program_torchruns_variables_pythons_flags_and_descriptor
     python = f"{sys.executable} {' '.join(FLAGS)} -m ddp_manual launch --nproc_per_node=2 --standalone"
     launch = start("bash", "-c", f"{python} {script} <(echo hi)", cwd=tmp_path, CUDA_HOME=str(tmp_path))
     seen = found_by([launch])
-    assert launch.out.count("[True, True, False]") == 2 and "thawed" not in launch.out
+    assert launch.out.count("[True, True, False]") == 2
+    assert "thawed" not in launch.out and "leaked" not in launch.err
     assert [found["descriptor"] for found in seen] == ["hi\n", False]
     for found in seen:
         assert found["started with"] == [1, ["ignore::ResourceWarning"], {"name": "1", "other": True}]
@@ -201,7 +203,7 @@ def test_with_no_python_torch_itself_hosts_the_store_of_ranks_that_are_started_b
 
 # Each time that launch starts its two ranks they end in the next of these ways.
 ENDS = """
-    import atexit, ctypes, os, sys, time
+    import atexit, ctypes, json, os, sys, time
     import torch, torch.distributed as dist
 
     def open_group():
@@ -214,6 +216,17 @@ ENDS = """
             sys.excepthook = lambda kind, error, frames: print("own hook:", error, flush=True)
             raise ValueError("boom")
         dist.barrier()
+
+    class Left:
+        def __del__(self, wait=time.sleep, write=os.write, file=os.open("left", os.O_CREAT | os.O_WRONLY)):
+            wait(2)
+            write(file, b"to its end")
+
+    def leaves_something():
+        if rank == 1:
+            json.JSONEncoder.left = Left()  # an object that is frozen refers to it
+            sys.exit(5)
+        time.sleep(60)
 
     def crashes():
         open_group()
@@ -269,6 +282,7 @@ ENDS = """
 """
 EXECUTED = "rank 0's program has become another one (exec), without torch's store"
 FAILED, BOOM = r"rank 1 \(.*\) left with error\[training-failed\]: ValueError: boom", "rank 1 on .*: ValueError: boom"
+EXITED = "the program exited with code 5"
 CLOSED = "rank 0 had closed the process group while rank 1 was still in a collective"
 STUCK = r"rank 1 \(.*\) is stuck while others wait: rank 0 waits for \d s"
 FINISHED = "rank 1 had finished while rank 0 was still in the call that opens a process group"
@@ -276,6 +290,7 @@ GONE = r"rank 0 \(.*\) is gone: its worker exited with code 3 without a word"
 # For each way the exit codes of ranks 0 and 1, and what their errors say; rank 1 has finished well in one of them.
 WAYS = {
     "raises": [(14, FAILED), (1, BOOM)],
+    "leaves_something": [(14, FAILED.replace("ValueError: boom", EXITED)), (5, f"rank 1 on .*: {EXITED}")],
     "crashes": [(14, r"rank 1 \(.*\) is gone: SIGSEGV"), (139, r"rank 1 \(.*\) is gone: SIGSEGV")],
     "closes_its_group_too_early": [(14, CLOSED), (14, CLOSED)],
     "is_not_read": [(14, STUCK), (14, STUCK)],
@@ -312,7 +327,7 @@ def test_however_a_program_ends_who_began_it_is_named_on_all_ranks_and_a_file_th
             EXECUTED in whys["becomes_another", rank] and "start it with --no_python" in whys["becomes_another", rank]
         )
     assert EXECUTED in launch.err.partition("error[master-lost]")[0]  # at once, before its end
-    assert (tmp_path / "slow.pt").stat().st_size > 100
+    assert (tmp_path / "slow.pt").stat().st_size > 100 and (tmp_path / "left").read_text() == "to its end"
     assert "rank 0 failed first, with exit code 3, after " in launch.err
 
 
