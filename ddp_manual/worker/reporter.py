@@ -144,14 +144,14 @@ class Reporter:
 
     def stop(self) -> None:
         """End the thread before Python ends: what the frames of a daemon thread refer to is never collected, among it
-        files of the program that are to be written to their end. The channel is closed with the process: otherwise the
-        agent would take this process for gone."""
+        files of the program that are to be written to their end. Descriptors are closed with the process: without the
+        channel the agent would take it for gone, and the program may have its own files under their numbers."""
         if self._thread.is_alive():  # not in a fork
             with suppress(OSError):  # the program has closed descriptors that are not its own
                 self._stop.send(b".")
             self._thread.join(timeout=SENT_WITHIN)
-            for one in (self._channel, self._stopped, self._stop):
-                one.detach()
+        for one in (self._channel, self._stopped, self._stop):
+            one.detach()
 
     def close(self) -> None:
         self.over = True
