@@ -79,7 +79,7 @@ def test_interrupting_the_cell_ends_the_ranks_with_a_checkpoint(tmp_path: Path, 
     finally:
         for process in ranks_of(settings["run_dir"]):
             process.kill()
-    assert said().count("\nstopped by Ctrl-C") == 2
+    assert said().count("\nstopped by Ctrl-C") == 2, said()
     for rank in range(2):
         failure = json.loads((tmp_path / "run" / f"failure-rank{rank}.json").read_text())
         assert failure["identifier"] == "stopped"
