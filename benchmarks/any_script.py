@@ -40,24 +40,18 @@ def launch(ranks: int, script: Sequence[str]) -> list[str]:
 SIDES = {"launch": launch, "torchrun": torchrun}
 
 
-def first_steps(row: Row, repetitions: int) -> dict[str, list[float]]:
-    """Return each side's seconds from Enter to the first step; the sides are started in turn."""
-
-    def seconds(command: list[str]) -> float:
-        return until_first_step([command], REPOSITORY, lambda printed: b"first step" in printed)
-
-    sides = {name: partial(seconds, start(row.ranks, row.script)) for name, start in SIDES.items()}
-    return interleave(sides, repetitions)
+def to_the_first_step(command: list[str]) -> float:
+    return until_first_step([command], REPOSITORY, lambda printed: b"first step" in printed)
 
 
-def whole_runs(row: Row, repetitions: int) -> dict[str, list[float]]:
-    """Return each side's seconds from Enter until the shell's next prompt; the sides are started in turn."""
+def to_the_end(command: list[str]) -> float:
+    started = time.perf_counter()
+    subprocess.run(command, env=environment(REPOSITORY), cwd=REPOSITORY, check=True, capture_output=True)
+    return time.perf_counter() - started
 
-    def seconds(command: list[str]) -> float:
-        started = time.perf_counter()
-        subprocess.run(command, env=environment(REPOSITORY), cwd=REPOSITORY, check=True, capture_output=True)
-        return time.perf_counter() - started
 
+def in_turn(seconds: Callable[[list[str]], float], row: Row, repetitions: int) -> dict[str, list[float]]:
+    """Return each side's ``seconds`` of its command, which count from Enter; the sides are started in turn."""
     sides = {name: partial(seconds, start(row.ranks, row.script)) for name, start in SIDES.items()}
     return interleave(sides, repetitions)
 
@@ -105,6 +99,7 @@ def rows(data_dir: str) -> list[Row]:
     plain, tutorial, few = (STEPS,), (TUTORIAL, data_dir), (STEPS, "--steps", "1")
     small = (STEPS, "--width", "64", "--layers", "2", "--steps", "100")
     usual = (STEPS, "--width", "1024", "--layers", "4", "--steps", "10")
+    first_steps, whole_runs = partial(in_turn, to_the_first_step), partial(in_turn, to_the_end)
     return [
         Row("seconds to the first step, 8 ranks", first_steps, 8, plain, 3),
         Row("seconds to the first step, 8 ranks, with torchvision", first_steps, 8, tutorial, 3),

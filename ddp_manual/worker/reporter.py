@@ -74,7 +74,8 @@ class Reporter:
         self._turn = threading.Lock()
         self._unsent: collections.deque[bytes] = collections.deque()
         self._stopped, self._stop = socket.socketpair()
-        _open.update((channel, self._stopped, self._stop))
+        self._sockets = (channel, self._stopped, self._stop)
+        _open.update(self._sockets)
         self._said: dict[type[object], from_agent.FromAgent] = {}
         self._agent_spoke = threading.Event()
         self._ending = False
@@ -150,7 +151,7 @@ class Reporter:
             with suppress(OSError):  # the program has closed descriptors that are not its own
                 self._stop.send(b".")
             self._thread.join(timeout=SENT_WITHIN)
-        for one in (self._channel, self._stopped, self._stop):
+        for one in self._sockets:
             one.detach()
 
     def close(self) -> None:
@@ -160,9 +161,8 @@ class Reporter:
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=5)
-        self._channel.close()
-        self._stopped.close()
-        self._stop.close()
+        for one in self._sockets:
+            one.close()
 
     def _run(self) -> None:
         spoken_to = select.poll()  # which has no descriptor that the program could close
