@@ -247,6 +247,7 @@ class Rank:
         words = LastWords.of(stopped) if isinstance(stopped, errors.Stopped) else None
         continues = self.reporter.over = self.held is None  # the script goes on without its agent
         self.reporter.send(from_worker.Result(world.result, words, continues))
+        self.reporter.flush()
 
     def wait_to_go(self) -> None:
         """Tell the agent that the program's work is done; on rank 0 wait until nobody needs torch's store."""
@@ -258,6 +259,7 @@ class Rank:
         if self._store is not None:
             with suppress(TimeoutError):  # the program has closed the channel to the agent
                 self.reporter.wait(from_agent.Over)
+        self.reporter.flush()
         self.reporter.over = True
 
     def tell(self, error: BaseException) -> None:
@@ -269,6 +271,7 @@ class Rank:
         words = LastWords.of(as_ours(self.spec.rank, error, whole=self.spec.full_traceback))
         how = (is_broken_collective(error), was_raised_by_torch(error), isinstance(error, SystemExit))
         self.reporter.send(from_worker.Failed(words, *how, place=raised_at(error)))
+        self.reporter.flush()
 
     def _conclude(self, error: BaseException) -> BaseException:
         """Tell the agent that ``error`` ends this rank; return the other rank's failure behind it, otherwise ``error``.

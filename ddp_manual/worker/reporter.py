@@ -31,8 +31,8 @@ from ddp_manual.worker.whereabouts import whereabouts, writes_a_file
 LOOK_EVERY = 0.25
 # The same while the agent waits for the end of a checkpoint.
 LOOK_WHILE_SAVING = 0.02
-# For a message that is being sent when the channel is closed.
-SENT_WITHIN = 1.0
+# For the last messages, which wait where the agent does not run.
+SENT_WITHIN = 5.0
 # For a terminal or a pipe that nobody may read.
 FLUSH_WITHIN = 0.3
 
@@ -89,13 +89,22 @@ class Reporter:
         """Send a message from any thread or signal handler; a thread that is sending already sends this one too."""
         self._unsent.append(encode_local(message))
         while self._unsent and self._turn.acquire(blocking=False):
-            try:
-                while self._unsent:
-                    self._channel.sendall(self._unsent.popleft())
-            except OSError:  # the agent is gone, as the reporter's thread also sees
-                self._unsent.clear()
-            finally:
-                self._turn.release()
+            self._send_and_release()
+
+    def flush(self) -> None:
+        """Wait until all messages are sent, since this process may end at once: a message of another thread's may be
+        on its way, and this thread's behind it."""
+        if self._turn.acquire(timeout=SENT_WITHIN):
+            self._send_and_release()
+
+    def _send_and_release(self) -> None:
+        try:
+            while self._unsent:
+                self._channel.sendall(self._unsent.popleft())
+        except OSError:  # the agent is gone, as the reporter's thread also sees
+            self._unsent.clear()
+        finally:
+            self._turn.release()
 
     def send_beat(self) -> None:
         """Send a heartbeat to the agent; it says what this rank is doing if that has changed since the last one."""
@@ -156,11 +165,10 @@ class Reporter:
 
     def close(self) -> None:
         self.over = True
-        if self._turn.acquire(timeout=SENT_WITHIN):  # the thread may be sending
-            self._turn.release()
+        self.flush()
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=SENT_WITHIN)
         for one in self._sockets:
             one.close()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import select
 import signal
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -89,3 +92,33 @@ def test_a_script_that_waits_for_anything_is_told_why_the_run_ends() -> None:
     assert ended.value.exit_code == 128 + signal.SIGTERM
     reporter.close()
     agents.close()
+
+
+def test_the_last_message_is_sent_before_a_process_ends_even_if_another_thread_was_sending() -> None:
+    """A worker ended by os._exit just after its last message; a heartbeat of its thread was on its way, the message
+    stayed behind it, and a rank that had done all its work was taken for gone without a word."""
+    channel, agents = socket.socketpair()
+    reporter = Reporter(channel, from_worker.Born(1))
+    reporter.over = True  # so that the end of the channel does not end this process
+    with ThreadPoolExecutor() as threads:
+        is_long = threads.submit(reporter.send, from_worker.NotCompared("." * (1 << 20)))
+        while not channel_is_full(channel):
+            time.sleep(0.001)
+        reporter.send(from_worker.Left())
+        heard = threads.submit(read_to_the_end, agents)
+        reporter.flush()
+        channel.shutdown(socket.SHUT_RDWR)  # as the kernel does at the end of a process
+        assert from_worker.Left() in heard.result()
+        is_long.result()
+    reporter.close()
+    agents.close()
+
+
+def channel_is_full(channel: socket.socket) -> bool:
+    return not select.select([], [channel], [], 0)[1]
+
+
+def read_to_the_end(agents: socket.socket) -> list[from_worker.FromWorker]:
+    time.sleep(0.2)  # until then the channel is full
+    with agents.makefile("rb") as said:
+        return [*LineReader(from_worker.read, 2 << 20).feed(said.read())]
