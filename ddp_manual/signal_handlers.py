@@ -84,7 +84,8 @@ def end_by_default() -> None:
 def raise_on_stop() -> Iterator[None]:
     """Raise StopSignal in the body on Ctrl-C, SIGTERM or SIGHUP, so that the stack unwinds and open files are closed.
 
-    A repetition within ``ONCE_WITHIN`` of the first signal is ignored.
+    A repetition within ``ONCE_WITHIN`` of the first signal is ignored. A signal that is ignored at the end of the body
+    stays so: this process has said how it ends, and Python would still print a KeyboardInterrupt.
     """
     first = -ONCE_WITHIN
 
@@ -95,7 +96,7 @@ def raise_on_stop() -> Iterator[None]:
             first = now
             raise StopSignal(number)
 
-    with _handlers(dict.fromkeys(handled(), stop)):
+    with _handlers(dict.fromkeys(handled(), stop), stay_ignored=True):
         yield
 
 
@@ -114,7 +115,9 @@ def handle_instead(take: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _handlers(wanted: dict[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+def _handlers(
+    wanted: dict[signal.Signals, Callable[[int, FrameType | None], None]], *, stay_ignored: bool = False
+) -> Iterator[None]:
     """Set handlers while the body runs; only in the main thread, since Python allows it in no other."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -128,7 +131,8 @@ def _handlers(wanted: dict[signal.Signals, Callable[[int, FrameType | None], Non
     finally:
         del _sigterm_without_us[len(_sigterm_without_us) - len(ours) :]
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if not (stay_ignored and signal.getsignal(number) is signal.SIG_IGN):
+                signal.signal(number, handler)
 
 
 def leave_signals_to_the_agent() -> None:

@@ -171,7 +171,7 @@ def test_a_signal_before_there_is_a_run_is_one_line(
 
 
 SIGNALLED_AFTER_ITS_ERROR = """
-import asyncio, os, signal, sys
+import asyncio, atexit, os, signal, sys
 from ddp_manual import errors, signal_handlers, terminal
 from ddp_manual.cli import main as cli
 
@@ -179,10 +179,14 @@ async def agent():
     with signal_handlers.handle_in_event_loop(lambda number: None):
         terminal.print_error(errors.Stopped(signal.SIGINT, "at once, by a second signal"))
 
-def command(**_):
-    asyncio.run(agent())
+def signalled():
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), number)
+
+def command(**_):
+    asyncio.run(agent())
+    signalled()
+    atexit.register(signalled)
     return 130
 
 cli.ddp_manual.main = command
