@@ -54,7 +54,7 @@ def lost(info: RankInfo, worker: WorkerSeen, again: str, *, replaced: bool) -> D
         why="\n".join(filter(None, (why, where, stack and f"its Python stack:\n{stack[-LONGEST_TEXT:]}"))),
         next=f"{next}\nthen {again}",
     )
-    error.exit_code = exit_code(status)
+    error.exit_code = exit_code(status) or error.exit_code
     return error
 
 

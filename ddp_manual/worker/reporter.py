@@ -38,16 +38,15 @@ FLUSH_WITHIN = 0.3
 
 M = TypeVar("M")
 
-_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_reporters: weakref.WeakSet[Reporter] = weakref.WeakSet()
 
 
-def _close_in_child() -> None:
-    """Close what is open in a fork, such as a DataLoader's: the channel would stay so after the parent's death."""
-    for one in list(_open):
-        one.close()
+def _leave_to_parent() -> None:
+    for reporter in list(_reporters):
+        reporter.leave_to_parent()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Reporter:
@@ -75,7 +74,6 @@ class Reporter:
         self._unsent: collections.deque[bytes] = collections.deque()
         self._stopped, self._stop = socket.socketpair()
         self._sockets = (channel, self._stopped, self._stop)
-        _open.update(self._sockets)
         self._said: dict[type[object], from_agent.FromAgent] = {}
         self._agent_spoke = threading.Event()
         self._ending = False
@@ -83,6 +81,7 @@ class Reporter:
         self._next_beat = 0.0
         self.send(first)
         self._thread = threading.Thread(target=self._run, name="ddp_manual reporter", daemon=True)
+        _reporters.add(self)
         self._thread.start()
 
     def send(self, message: from_worker.FromWorker) -> None:
@@ -162,6 +161,13 @@ class Reporter:
             self._thread.join(timeout=SENT_WITHIN)
         for one in self._sockets:
             one.detach()
+
+    def leave_to_parent(self) -> None:
+        """Close, in a fork such as a DataLoader's, what would keep the channel open after the parent's death; the
+        parent's thread, whose turn it may be to send, is not in the fork."""
+        for one in self._sockets:
+            one.close()
+        self._turn = threading.Lock()
 
     def close(self) -> None:
         self.over = True

@@ -94,7 +94,7 @@ class Faults:
         return self._to_program(rank, lambda program: program.die(-signal.SIGABRT))
 
     def _exit(self, fault: Fault, rank: Rank) -> bool:
-        return self._to_program(rank, lambda program: program.die(3))
+        return self._to_program(rank, lambda program: program.die(int(fault.detail)))
 
     def _raise(self, fault: Fault, rank: Rank) -> bool:
         def fail(program: Program) -> None:

@@ -44,7 +44,7 @@ THAT = "that"
 WORDS = {
     "kill": "SIGKILL ends the worker of rank {rank}",
     "abort": "SIGABRT ends the worker of rank {rank}",
-    "exit": "the worker of rank {rank} exits with 3",
+    "exit": "the worker of rank {rank} exits with {detail}",
     "raise": "rank {rank} raises an exception",
     "hang": "rank {rank} is stuck in a loop",
     "stop": "SIGSTOP stops the worker of rank {rank}{while_}",
@@ -417,7 +417,9 @@ def _fault(chance: random.Random, plan: Plan, kind: str, rank: int, at: float, a
         seconds = chance.choice((chance.uniform(0.3, 0.3 + plan.step_seconds), chance.uniform(0.2, 4)))
     away = [other for other in range(plan.ranks) if plan.hosts[other] != plan.hosts[rank]]
     other = chance.choice(away) if away and kind in OF_LINKS else 0
-    where = {"rank": rank, "other": other, "of": rank if after in STATES else 0}
+    where: dict[str, Any] = {"rank": rank, "other": other, "of": rank if after in STATES else 0}
+    if kind == "exit":  # where nothing joins, a program that exits with 0 is done
+        where["detail"] = "3" if plan.script else chance.choice(("3", "0"))
     return Fault(at=round(at, 3), kind=kind, seconds=round(seconds, 2), after=after, **where)
 
 
