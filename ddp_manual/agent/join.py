@@ -107,6 +107,7 @@ class Join:
         self._logged: set[str] = set()
         self._waits_here: OwnRank0 | None = None
         """If this is rank 0: what other ranks on this host can read of it while it waits."""
+        self._has_said_beside = False
 
     async def join(self) -> tuple[RunInfo, Connection[messages.FromRank0]]:
         """Find rank 0, be admitted as a rank of its run, and return that run and the connection to the coordinator.
@@ -220,15 +221,18 @@ class Join:
         missing = bool(news.missing)
         if self._waiting.about(situation(news, run.world_size), not_logged, each_change=missing):
             self._logged.update(not_logged)
-        if missing and self._waits_here is not None and self._waiting.waited > BESIDE_AFTER:
-            beside = hint(self._spec)
-            if beside and beside not in self._logged:
-                self._logged.add(beside)
-                self._log(f"{beside}; this one is another run")
         if missing and not news.for_lost:  # otherwise rank 0 has sent a line about the lost ranks
+            self._say_what_waits_beside()
             self._waiting.advise(advice_for(news.missing, run, self._own_addresses))
             if self._spec.rank != 0 and self._waiting.waited > self._waiting.timeout + RANK_0_FIRST:
                 raise missing_ranks_error(news, run, self._waiting.timeout, self._own_addresses)
+
+    def _say_what_waits_beside(self) -> None:
+        """Name, once, another rank 0 that waits here for as many ranks: it may have been typed by mistake, or this."""
+        waits = self._waits_here is not None and self._waiting.waited > BESIDE_AFTER
+        if waits and not self._has_said_beside and (beside := hint(self._spec)):
+            self._has_said_beside = True
+            self._log(f"{beside}; this one is another run")
 
     @property
     def _own_addresses(self) -> Sequence[str]:

@@ -24,7 +24,7 @@ _LIBRARY = re.compile(
     + "|".join(re.escape(f"{folder}/") for folder in _FOLDERS)
     + ")"
 )
-_STARTS_IT = re.compile(rf'  File "{re.escape(str(_FOLDERS[0]))}/(?:__main__|main|script)\.py"')
+_STARTS_IT = re.compile(rf'  File "(?:<frozen runpy>|{re.escape(str(_FOLDERS[0]))}/(?:__main__|main|script)\.py)"')
 # How many innermost frames are shown even if they are a library's: they say what the thread does or waits for.
 _INNERMOST = 3
 # What faulthandler writes after the 100 innermost frames of a thread.

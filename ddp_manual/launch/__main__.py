@@ -7,6 +7,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # instead of this folder
 
 import asyncio
+import os
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +25,7 @@ from ddp_manual.launch.this_host import Ranks
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.rank_output import RankOutput
 from ddp_manual.run_folder import new_run_id
+from ddp_manual.terminal import say
 from ddp_manual.training.options import TrainConfig
 
 # Seconds from the script's end to the second SIGTERM, which ends ranks that have not stopped after a step.
@@ -64,6 +67,8 @@ def _stop_without_parent(started: Launch) -> None:
     """Stop the ranks, and end them at once after WITHOUT_PARENT seconds: the script has ended or closed the pipe."""
     loop = asyncio.get_running_loop()
     loop.remove_reader(0)
+    say("the script that has called spawn is gone: its ranks are stopped")
+    started.signalled = signal.SIGTERM
     started.take_signal(signal.SIGTERM)
     loop.call_later(WITHOUT_PARENT, partial(started.take_signal, signal.SIGTERM))
 
@@ -73,3 +78,5 @@ if __name__ == "__main__":
     folder = Path(sys.argv[-1].removeprefix("folder="))
     with ThreadPoolExecutor(1, "ddp_manual output") as writer, unread.never_block(unread.A_PERSON_READS_WITHIN):
         asyncio.run(launch(Call(folder), writer))
+    if os.getppid() != int(sys.argv[1]):  # spawn, which removes its folder, is gone
+        shutil.rmtree(folder, ignore_errors=True)

@@ -98,9 +98,9 @@ class Launch:
         """
         has_saved, took = any(part.has_saved for part in self.parts), duration(time.monotonic() - self._began)
         failed = root_failure(self.failed)
+        again = f"to {'go on from the newest checkpoint' if has_saved else 'start again'}:\n{whole(self.job.go_on)}"
         if self.signalled:
-            way_on = f"to go on from the newest checkpoint:\n{whole(self.job.go_on)}" if has_saved else ""
-            raise self._stopped(took, way_on)
+            raise self._stopped(took, again)
         if failed is None:
             say(f"all ranks finished after {took}")
             return 0
@@ -111,7 +111,7 @@ class Launch:
         say(f"{first}, with exit code {error.exit_code}, after {took}{why}")
         its_files = error.exit_code == RunFilesError.exit_code and error.identifier != DiskFull.identifier
         if (has_saved or may_be_fixed(error)) and not its_files:  # for those the error says what to do
-            say(f"to {'go on from the newest checkpoint' if has_saved else 'start again'}:\n{whole(self.job.go_on)}")
+            say(again)
         return error.exit_code
 
     def _stopped(self, took: str, way_on: str) -> Stopped:

@@ -57,6 +57,7 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
         _launch(call)
         if (failed := call.get("failed")) is not None:
             rank, error = failed
+            error.next = error.next.replace("start all ranks again: the others leave too", START_AGAIN)
             error.next = error.next.replace("start all ranks again", START_AGAIN)
             cause = None
             with suppress(Exception):  # its class may be one that cannot be rebuilt

@@ -105,7 +105,7 @@ class AgentProtocol:
             case messages.AskStep() if isinstance(rank.state, states.Placed):
                 self._ask_step()
             case messages.StopAfter() if isinstance(rank.state, states.Placed):
-                rank.tell(message)
+                self.signals.all_stop(message)
             case messages.Close():
                 if isinstance(rank.state, states.Working):
                     rank.enter(states.Closing())

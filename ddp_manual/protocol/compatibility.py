@@ -74,7 +74,7 @@ def mismatch(info: RankInfo, rank_0: RankInfo, run: RunInfo, now: float) -> tupl
             return difference, warnings
         if difference is not None:
             warnings.append(f"{difference.what} (allowed)")
-    return _other_arguments(info, rank_0) or _other_options(info, rank_0.options, info.options, run), warnings
+    return _other_arguments(info, rank_0, run) or _other_options(info, rank_0.options, info.options, run), warnings
 
 
 def mismatch_when_ready(
@@ -160,7 +160,7 @@ def _other_variables(info: RankInfo, rank_0: RankInfo) -> ConfigMismatch | None:
     )
 
 
-def _other_arguments(info: RankInfo, rank_0: RankInfo) -> ConfigMismatch | None:
+def _other_arguments(info: RankInfo, rank_0: RankInfo, run: RunInfo) -> ConfigMismatch | None:
     may_differ = [*rank_0.may_differ, *info.may_differ]
     differing = differing_arguments(rank_0.arguments, info.arguments, may_differ)
     if not differing:
@@ -168,7 +168,7 @@ def _other_arguments(info: RankInfo, rank_0: RankInfo) -> ConfigMismatch | None:
     return ConfigMismatch(
         f"{info.who} was started with other arguments than rank 0: {_listed(differing)}",
         why=_both(info, rank_0, shown(info.arguments), shown(rank_0.arguments), differing),
-        next="give the program the same arguments on every rank\n"
+        next=f"{run.command_for(info.rank) or 'give the program the same arguments on every rank'}\n"
         f"or, where they differ on purpose, before its name: {may_differ_option(differing[:MOST_NAMED])}",
     )
 

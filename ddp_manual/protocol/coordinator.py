@@ -265,7 +265,7 @@ class CoordinatorProtocol:
 
     def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
         """Handle the end of a worker: ``failed`` has its own last words, or what its agent says about it."""
-        info, judged = self.roll_call.info(rank), failed.judged
+        info, judged, what = self.roll_call.info(rank), failed.judged, printable(failed.words.what)
         verdict = verdict_words.verdict_about(info, failed.words, judged=judged, is_loss=judged)
         if self.recovery.works(rank):
             broken_at = printable(failed.broken_at) if failed.broken_at is not None else None
@@ -273,13 +273,13 @@ class CoordinatorProtocol:
             in_a_collective = crashed or failed.in_a_collective
             self._watch.take_failure(verdict, broken_at, self.recovery.now, in_a_collective=in_a_collective)
             return
-        if self.roll_call.info(rank).starts_again and self._policy.count_try(rank):
+        if info.starts_again and self._policy.count_try(rank):
+            self._peers.send_to_all(messages.Line(f"{what}; another worker is started"))
             self.roll_call.forget_workers([rank])
             self._policy.held.pop(rank, None)
             self.recovery.replace_worker(peer)
             return
         peer.connection.send(messages.RunEnds(verdict))
-        what = printable(verdict.what)
         _, is_gone, reason = what.partition(" is gone: ")
         how = f"is gone: {reason}" if is_gone and failed.judged else f"left again: {what}"
         self.recovery.miss_again(rank, how)

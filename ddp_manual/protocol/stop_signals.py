@@ -12,6 +12,7 @@ from ddp_manual.from_worker import Handling
 from ddp_manual.protocol import states
 from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.signal_handlers import NOTHING_TO_SAVE, ONCE_WITHIN, SAVE
+from ddp_manual.wording import as_ranges, in_words
 
 # Seconds after which Ctrl-C ends a program that stays in a collective, where Python cannot react to it; and after which
 # a line announces that.
@@ -115,6 +116,13 @@ class StopSignals:
         """End this rank, and give its worker no time."""
         self._shell.worker.until = 0
         self._shell.fail(error)
+
+    def all_stop(self, after: messages.StopAfter) -> None:
+        """Tell the program after which step all ranks stop; say why, if no signal has come to this rank."""
+        if not (self.asked or self._in_one_terminal):
+            who = in_words(as_ranges(after.ranks))
+            self._shell.log(f"{asked_by(after.number)} on {who}: stopping after the same step as all ranks")
+        self._rank.tell(after)
 
     def _ask_all(self, number: int) -> None:
         """Have all ranks stop after the same step; for SIGUSR1, have the worker save a checkpoint."""

@@ -50,7 +50,7 @@ class Explanation:
             was_silent = is_of_this_rank and "has been silent" in error.what
             if is_of_this_rank and self._shell.worker.status is None:
                 keeps_seat = rank.run is not None and rank.run.on_loss != LEAVE
-                others = "its seat is kept" if keeps_seat else "the others have not waited for it"
+                others = "its seat is kept" if keeps_seat else "the others leave too"
                 error.why = f"this is rank {rank.number}; {others}\n{error.why}"
             if was_silent and stopped:
                 error.why = (

@@ -39,7 +39,7 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
         raise BadOption(
             f"{folder} is no folder that can be read",
             why=f"{error.strerror}: {error.filename or folder}",
-            next="name the folder that holds the runs: it is runs, where no --run_dir is given",
+            next="name the folder that holds the runs: without --run_dir a training makes one in runs, a script none",
         ) from error
     found = filter(None, map(_facts, below))
     return sorted(found, key=lambda run: (math.inf if run["ended"] is None else run["ended"], run["run_dir"]))

@@ -24,7 +24,7 @@ from ddp_manual.training.trackers import Trackers
 from ddp_manual.training.trainer import Trainer
 from ddp_manual.training.transforms import unit_scale
 from ddp_manual.training.write_run_files import RunFiles
-from ddp_manual.wording import counted
+from ddp_manual.wording import as_ranges, counted, in_words
 
 if TYPE_CHECKING:
     from ddp_manual.worker.world import World
@@ -216,14 +216,15 @@ def _train_to_the_end(world: World, trainer: Trainer, paths: RunPaths, how_to_re
 def _stopped(world: World, trainer: Trainer, paths: RunPaths, how_to_resume: str) -> Stopped:
     stop = world.stop
     assert stop is not None
-    step, named = f"after step {trainer.position.step}", ", ".join(map(str, stop.ranks))
-    signalled = "all ranks" if len(stop.ranks) == trainer.world_size else f"rank{'s' * (',' in named)} {named}"
-    this_one = "that is this rank; " * ([*stop.ranks] == [world.spec.rank])
-    saved = f"rank 0 has saved a checkpoint in {paths.checkpoints}"
-    alone = trainer.world_size == 1
+    where, step = "", f"after step {trainer.position.step}"
+    if len(stop.ranks) < trainer.world_size:
+        where, step = f"on {in_words(as_ranges(stop.ranks))} ", f"{step}, like all ranks of the run"
+    elif trainer.world_size > 1:
+        where = "on all ranks "
+    this_one = "that is this rank; " * ([*stop.ranks] == [world.spec.rank] and trainer.world_size > 1)
     return Stopped(
         stop.number,
-        step if alone else f"on {signalled} {step}, like all ranks of the run",
-        why=saved if alone else this_one + saved,
+        where + step,
+        why=f"{this_one}rank 0 has saved a checkpoint in {paths.checkpoints}",
         next=how_to_resume,
     )

@@ -180,6 +180,8 @@ def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> DdpManua
         if opened_twice
         else "make room where it writes: df -h\nthen start all ranks again"
         if no_room or _TORCH_CANNOT_WRITE.search(text_of(error))
+        else "start all ranks again: whoever leaves the debugger ends the program"
+        if type(error).__name__ == "BdbQuit"
         else "fix the code or the data that raised it, then start all ranks again",
     )
     if code is not None and code & 0xFF:
@@ -267,8 +269,13 @@ def text_of(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text that is not blank, at most 300 characters, without the names of
-    source files; for an error of NCCL also NCCL's last message."""
-    text = error.what if isinstance(error, DdpManualError) else f"{type(error).__name__}: {text_of(error).lstrip()}"
-    line = re.sub(r"NCCL error in: \S+:\d+, | \(run with NCCL_DEBUG=\w+ for details\)|\[/[^\]]*\] ", "", text)
-    line = line.strip().splitlines()[0].split(". This is typically")[0].strip()[:300]
-    return f"{line}; {said[1].strip()[:300]}" if (said := _LAST_WORDS.search(text)) else line
+    source files; of a line that announces more also what caused it, of an error of NCCL also NCCL's last message."""
+    found = list[str]()
+    for one in _with_causes(error):
+        text = one.what if isinstance(one, DdpManualError) else f"{type(one).__name__}: {text_of(one).lstrip()}"
+        line = re.sub(r"NCCL error in: \S+:\d+, | \(run with NCCL_DEBUG=\w+ for details\)|\[/[^\]]*\] ", "", text)
+        line = line.strip().splitlines()[0].split(". This is typically")[0].strip()[:300]
+        found.append(f"{line}; {said[1].strip()[:300]}" if (said := _LAST_WORDS.search(text)) else line)
+        if not line.endswith(":"):
+            break
+    return " ".join(found).removesuffix(":")

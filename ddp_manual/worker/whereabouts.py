@@ -102,7 +102,7 @@ def writes_a_file() -> bool:
 
 def own_traceback(error: BaseException, *, whole: bool = False) -> str:
     """Return the traceback of an exception, and of those that it was raised from, with only the frames of the user's
-    program and the innermost frame. Return all frames if none is the user's, or with ``whole``."""
+    program and, but for an exit's, the innermost one. Return all frames if none is the user's, or with ``whole``."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     left_out, pending = 0, [shown]
     while pending:
@@ -110,7 +110,8 @@ def own_traceback(error: BaseException, *, whole: bool = False) -> str:
         pending += filter(None, (one.__cause__, one.__context__))
         is_own = [not is_library(frame.filename) for frame in one.stack]
         if any(is_own) and not whole:
-            kept = [*itertools.compress(one.stack[:-1], is_own), one.stack[-1]]
+            is_own[-1] |= not isinstance(error, SystemExit)  # sys.exit says nothing of why it is called
+            kept = [*itertools.compress(one.stack, is_own)]
             left_out += len(one.stack) - len(kept)
             one.stack = traceback.StackSummary.from_list(kept)
     text = "".join(shown.format()).rstrip()

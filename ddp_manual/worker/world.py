@@ -33,6 +33,8 @@ from ddp_manual.wording import as_ranges, in_words
 from ddp_manual.worker.explain_errors import is_broken_collective
 from ddp_manual.worker.reporter import Reporter
 
+# Seconds until an agent has ended its rank because another one has failed.
+SAID_WITHIN = 2.0
 # The backend of a run without a process group.
 NO_GROUP = "none"
 
@@ -207,6 +209,7 @@ class World(Place):
             time.sleep(0.02)
         waiting.ends()
         if (failed := decode(self._store.get(key).decode())) is not None:
+            time.sleep(SAID_WITHIN)  # the run ends because that rank has failed, unless its program goes on
             raise from_dict(failed)
 
     def stop_after_this_step(self) -> bool:

@@ -365,7 +365,7 @@ def test_an_agent_counts_what_is_recorded_of_groups_that_are_open_or_closed_othe
     ("error", "told"),
     [
         (ValueError("bad sample"), ("ValueError: bad sample", False)),
-        (StopIteration(), ("StopIteration:", False)),
+        (StopIteration(), ("StopIteration", False)),
         (OSError("/data/" + 300 * "x"), ("OSError: /data/" + 240 * "x", False)),
         (KeyboardInterrupt(), ("", False)),
         (dist.DistNetworkError("Connection closed by peer"), ("DistNetworkError: Connection closed by peer", True)),

@@ -158,6 +158,9 @@ def test_what_nccl_said_last_is_kept_and_what_helps_nobody_is_left_out() -> None
     )
     assert first_line(of_nccl2("NCCL AllReduce", GONE, "")) == f"RuntimeError: NCCL AllReduce failed: {GONE}"
     assert first_line(ValueError("\n  one\ntwo")) == "ValueError: one"
+    with pytest.raises(RuntimeError) as raised:
+        raise RuntimeError("Failed to run stage backward:\nStage output: ...") from ValueError("bad sample")
+    assert first_line(raised.value) == "RuntimeError: Failed to run stage backward: ValueError: bad sample"
 
 
 @pytest.mark.parametrize("text", ["DataLoader timed out after 5 seconds", "Connection refused", "CUDA out of memory"])

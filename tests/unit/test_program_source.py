@@ -24,7 +24,7 @@ from ddp_manual.protocol.program_arguments import differing_arguments, may_diffe
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.ranks_and_runs import RankInfo
 from ddp_manual.wire import as_json, encode, reader_of
-from tests.runs import info
+from tests.runs import RUN, info
 
 
 def write(folder: Path, files: Mapping[str, str]) -> Path:
@@ -227,9 +227,10 @@ def test_a_secret_is_compared_by_a_digest_and_hidden_in_messages_and_commands() 
     hidden = "train.py --api_key ... --hf-token=... wandb.apiKey=... --set lr=1,password=..."
     program = Program(kind=SCRIPT, name="train.py", arguments=(*typed.split(), *open_to_all.split()))
     assert program.typed == f"{hidden} {open_to_all}"
-    error = _other_arguments(info(1, "b", arguments=other), info(0, "a", arguments=arguments))
+    error = _other_arguments(info(1, "b", arguments=other), info(0, "a", arguments=arguments), RUN)
     assert error is not None
     assert error.why == "--api_key: rank 0 (a) has ..., rank 1 has ..."
+    assert error.next.startswith("  train --rank 1 --data '{x}'\nor, where they differ on purpose, before its name: ")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_stack_shows_the_innermost_frames_and_the_programs_and_counts_those_of
     ]
     title = "Current thread 0x00007f00 (most recent call first):"
     shown = readable_stack("\n".join([title, *frames])).splitlines()
-    assert shown == [title, *frames[:3], *frames[4:6], "  (3 frames of libraries left out)"]
+    assert shown == [title, *frames[:3], *frames[4:6], "  (2 frames of libraries left out)"]
 
 
 def test_a_program_below_a_hundred_frames_of_libraries_is_still_named_by_its_own_line() -> None:

@@ -68,6 +68,8 @@ def begin_lost(starts: Starts, arguments: Sequence[str]) -> list[RankProcess]:
     return [first, starts.rank(1, 2, *waits, arguments=arguments)]
 
 
+# A pipeline adds what it was about to do.
+TOLD_TO_FAIL = "(?:RuntimeError: Failed to run stage backward: )?ValueError: this rank was told to fail"
 # Fault -> identifier, patterns of the first line and of what is below, the codes by hand, seconds until all have left.
 FAULTS = {
     "kill": ("peer-lost", r"is gone: SIGKILL\n", "SIGKILL ended its worker", (14, 137), LEFT_WITHIN),
@@ -80,13 +82,13 @@ FAULTS = {
         *((14, 14), STALL_TIMEOUT + LEFT_WITHIN),
     ),
     "raise": (
-        *("peer-failed", r"left with error\[training-failed\]: ValueError: this rank was told to fail\n"),
+        *("peer-failed", rf"left with error\[training-failed\]: {TOLD_TO_FAIL}\n"),
         "look at its terminal, which has the traceback\n",
         *((14, 1), LEFT_WITHIN),
     ),
 }
 # Of the ranks of launch, which share a terminal, only the one that raised has an error.
-RAISED = ("training-failed", "ValueError: this rank was told to fail", "Traceback .* in strike\n", (14, 1), LEFT_WITHIN)
+RAISED = ("training-failed", TOLD_TO_FAIL, "Traceback .* in strike\n", (14, 1), LEFT_WITHIN)
 SOME_FAULTS = {"by_hand": {}, "launch": {"trainer": ("sleep",)}}
 
 

@@ -67,7 +67,7 @@ def test_1_the_serial_script_and_its_five_changes(tmp_path: Path, digits: Path, 
     folder = tutorials.workspace(tmp_path, digits, cifar10)
     shown, serial, spawned = tutorials.type_in(folder, 1, OMP_NUM_THREADS="1")
     assert f"mnist, train: {60_000 if ALL_DIGITS else 5_000} images of 28x28 pixels, grey" in shown
-    assert (folder / "mnist-train.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "data" / "mnist-train.png").read_bytes().startswith(b"\x89PNG")
     accuracy = re.search(r"mlp on mnist: (\S+)% test accuracy after 1 epoch on 1 rank \(none, ", serial)
     assert accuracy and float(accuracy[1]) > (95 if ALL_DIGITS else 70)
     loss = re.search(r"^\[rank 0\] 2 ranks, epoch 1: loss (\S+), saved in spawned.pt$", spawned, re.MULTILINE)
