@@ -35,7 +35,7 @@ def rank_command(spec: WorldSpec, command: str, options: Mapping[str, Any] = {},
     """
     typed, arguments = command_line.typed_command()
     if spec.started_by:
-        return f"{spec.started_by} ... {shlex.join([*typed, *arguments])}"
+        return f"{spec.started_by} ... {shlex.join(without_secrets([*typed, *arguments]))}"
     if spec.source("master_addr") == f"from {OWN_NAME}":
         job, label = spec.master_addr.partition(".")[0].removesuffix("-0"), "batch.kubernetes.io/job-"
         return f"kubectl describe pods --selector {label}name={job},{label}completion-index={{rank}}"

@@ -67,7 +67,7 @@ def _stop_without_parent(started: Launch) -> None:
     """Stop the ranks, and end them at once after WITHOUT_PARENT seconds: the script has ended or closed the pipe."""
     loop = asyncio.get_running_loop()
     loop.remove_reader(0)
-    say("the script that has called spawn is gone: its ranks are stopped")
+    say("the script no longer waits for spawn: its ranks are stopped")
     started.signalled = signal.SIGTERM
     started.take_signal(signal.SIGTERM)
     loop.call_later(WITHOUT_PARENT, partial(started.take_signal, signal.SIGTERM))
@@ -76,7 +76,9 @@ def _stop_without_parent(started: Launch) -> None:
 if __name__ == "__main__":
     orphans.adopt()
     folder = Path(sys.argv[-1].removeprefix("folder="))
-    with ThreadPoolExecutor(1, "ddp_manual output") as writer, unread.never_block(unread.A_PERSON_READS_WITHIN):
-        asyncio.run(launch(Call(folder), writer))
-    if os.getppid() != int(sys.argv[1]):  # spawn, which removes its folder, is gone
-        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        with ThreadPoolExecutor(1, "ddp_manual output") as writer, unread.never_block(unread.A_PERSON_READS_WITHIN):
+            asyncio.run(launch(Call(folder), writer))
+    finally:
+        if os.getppid() != int(sys.argv[1]):  # spawn, which removes its folder, is gone
+            shutil.rmtree(folder, ignore_errors=True)

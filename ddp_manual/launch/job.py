@@ -13,6 +13,7 @@ from ddp_manual.errors import BadOption
 from ddp_manual.option_fields import number_below
 from ddp_manual.program import Program
 from ddp_manual.rank_options import WorldSpec
+from ddp_manual.secret_arguments import without_secrets
 from ddp_manual.training.options import TrainConfig
 
 
@@ -52,7 +53,8 @@ class Job:
 
 
 def command_to_go_on(after: Sequence[str], *, run_dir: str | None, variables: Iterable[str] = ()) -> str:
-    """Return the command that was typed, which starts the run again, or resumes it if it is our own training.
+    """Return the command that was typed, without a program's secrets, since logs keep it and all who look at the run
+    see it; it starts the run again, or resumes it if it is our own training.
 
     Args:
         after: what was typed after the options of ``launch``: the script and its arguments, or training options.
@@ -60,12 +62,12 @@ def command_to_go_on(after: Sequence[str], *, run_dir: str | None, variables: It
         variables: the names of the variables that are passed on to other hosts.
     """
     command, typed = command_line.typed_command()
-    # The command to go on is shown to all who look at the run, so it names variables without their values.
+    # It names variables without their values.
     before = command_line.without_options(typed[: len(typed) - len(after)], "export")
     names = ",".join(name for name in variables if name != user_variables.TOKEN_VARIABLE)
     before = [*command, *before[:1], *(["--export", names] if names else []), *before[1:]]
     if run_dir is None:
-        return shlex.join([*before, *after])
+        return shlex.join(without_secrets([*before, *after]))
     launch = command_line.without_options(before, "run_dir")
     training = [*command_line.without_options(after, "resume"), "--resume", "auto"]
     return shlex.join([*launch, "--run_dir", run_dir, "--", *training])

@@ -10,7 +10,6 @@ import asyncio
 import copy
 import dataclasses
 import os
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +33,6 @@ from ddp_manual.rank_options import WorldSpec
 from ddp_manual.rank_output import RankOutput
 from ddp_manual.ranks_and_runs import from_last_checkpoint
 from ddp_manual.run_folder import RunPaths
-from ddp_manual.secret_arguments import without_secrets
 from ddp_manual.text_wrapping import whole
 from ddp_manual.training import checkpoint_files
 from ddp_manual.training.options import TrainConfig
@@ -217,7 +215,7 @@ class Ranks:
             job.program,
             run_dir=job.run_dir,
             may_differ=job.may_differ,
-            launched=shlex.join(without_secrets(shlex.split(job.go_on))),
+            launched=job.go_on,
             restarts=(restarts, job.max_restarts),
         )
 

@@ -17,6 +17,7 @@ from ddp_manual.option_fields import differing_options, side_by_side
 from ddp_manual.protocol.collective_variables import differing_variables
 from ddp_manual.protocol.program_arguments import differing_arguments, may_differ_option, shown
 from ddp_manual.ranks_and_runs import Option, RankInfo, Ready, RunInfo
+from ddp_manual.secret_arguments import HIDDEN
 
 Options = Mapping[str, Option]
 Versions = Mapping[str, str | None]
@@ -165,11 +166,15 @@ def _other_arguments(info: RankInfo, rank_0: RankInfo, run: RunInfo) -> ConfigMi
     differing = differing_arguments(rank_0.arguments, info.arguments, may_differ)
     if not differing:
         return None
+    # Rank 0's words are this rank's too, unless they hide a secret, or some differ on purpose.
+    is_whole = "--rank {rank}" in run.command and HIDDEN not in run.command
+    same = "give the program the same arguments on every rank"
+    if is_whole and not may_differ:
+        same = run.command_for(info.rank)
     return ConfigMismatch(
         f"{info.who} was started with other arguments than rank 0: {_listed(differing)}",
         why=_both(info, rank_0, shown(info.arguments), shown(rank_0.arguments), differing),
-        next=f"{run.command_for(info.rank) or 'give the program the same arguments on every rank'}\n"
-        f"or, where they differ on purpose, before its name: {may_differ_option(differing[:MOST_NAMED])}",
+        next=f"{same}\nor, where they differ on purpose, before its name: {may_differ_option(differing[:MOST_NAMED])}",
     )
 
 

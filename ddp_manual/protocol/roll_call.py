@@ -102,7 +102,8 @@ class RollCall:
             return
         more = f"; more that are refused within {REFUSALS_WITHIN:.0f} s are not named"
         also = more if self._refusals == MOST_REFUSALS else ""
-        self.refused.append(f"{who} was refused: {error.identifier}: {error.what}{also}")
+        what = error.what.replace(f"{who} ", "it ", 1)
+        self.refused.append(f"{who} was refused: {error.identifier}: {what}{also}")
         self.changed = True
 
     def hear(self, rank: int, now: float) -> None:

@@ -119,10 +119,11 @@ class StopSignals:
 
     def all_stop(self, after: messages.StopAfter) -> None:
         """Tell the program after which step all ranks stop; say why, if no signal has come to this rank."""
-        if not (self.asked or self._in_one_terminal):
+        self._rank.tell(after)
+        is_news = not (self.asked or self._in_one_terminal)
+        if is_news and self._handling is Handling.WITH_ALL:
             who = in_words(as_ranges(after.ranks))
             self._shell.log(f"{asked_by(after.number)} on {who}: stopping after the same step as all ranks")
-        self._rank.tell(after)
 
     def _ask_all(self, number: int) -> None:
         """Have all ranks stop after the same step; for SIGUSR1, have the worker save a checkpoint."""

@@ -180,7 +180,7 @@ def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> DdpManua
         if opened_twice
         else "make room where it writes: df -h\nthen start all ranks again"
         if no_room or _TORCH_CANNOT_WRITE.search(text_of(error))
-        else "start all ranks again: whoever leaves the debugger ends the program"
+        else "whoever leaves the debugger ends the program\nthen start all ranks again"
         if type(error).__name__ == "BdbQuit"
         else "fix the code or the data that raised it, then start all ranks again",
     )
@@ -269,13 +269,17 @@ def text_of(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text that is not blank, at most 300 characters, without the names of
-    source files; of a line that announces more also what caused it, of an error of NCCL also NCCL's last message."""
+    source files; of a line that announces more also what caused it, or the next, of NCCL's errors NCCL's last message.
+    """
     found = list[str]()
     for one in _with_causes(error):
         text = one.what if isinstance(one, DdpManualError) else f"{type(one).__name__}: {text_of(one).lstrip()}"
-        line = re.sub(r"NCCL error in: \S+:\d+, | \(run with NCCL_DEBUG=\w+ for details\)|\[/[^\]]*\] ", "", text)
-        line = line.strip().splitlines()[0].split(". This is typically")[0].strip()[:300]
-        found.append(f"{line}; {said[1].strip()[:300]}" if (said := _LAST_WORDS.search(text)) else line)
-        if not line.endswith(":"):
+        known = re.sub(r"NCCL error in: \S+:\d+, | \(run with NCCL_DEBUG=\w+ for details\)|\[/[^\]]*\] ", "", text)
+        line, *below = filter(str.strip, known.strip().removesuffix(":").splitlines())
+        found.append(line.split(". This is typically")[0].strip())
+        if not line.rstrip().endswith(":"):
             break
-    return " ".join(found).removesuffix(":")
+    else:
+        found += below[:1]
+    line = " ".join(map(str.strip, found))[:300]
+    return f"{line}; {said[1].strip()[:300]}" if (said := _LAST_WORDS.search(text)) else line

@@ -110,7 +110,9 @@ def own_traceback(error: BaseException, *, whole: bool = False) -> str:
         pending += filter(None, (one.__cause__, one.__context__))
         is_own = [not is_library(frame.filename) for frame in one.stack]
         if any(is_own) and not whole:
-            is_own[-1] |= not isinstance(error, SystemExit)  # sys.exit says nothing of why it is called
+            is_own[-1] |= one is not shown or not isinstance(
+                error, SystemExit
+            )  # sys.exit says nothing of why it is called
             kept = [*itertools.compress(one.stack, is_own)]
             left_out += len(one.stack) - len(kept)
             one.stack = traceback.StackSummary.from_list(kept)

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import Store
 
-from ddp_manual import from_worker, signal_handlers, terminal
+from ddp_manual import from_agent, from_worker, signal_handlers, terminal
 from ddp_manual.deadline import Waiting
 from ddp_manual.errors import BadOption, DataMissing, DdpManualError, PeerGone, Stopped, escaped, from_dict
 from ddp_manual.from_worker import HandlesSignals, Handling
@@ -209,7 +209,8 @@ class World(Place):
             time.sleep(0.02)
         waiting.ends()
         if (failed := decode(self._store.get(key).decode())) is not None:
-            time.sleep(SAID_WITHIN)  # the run ends because that rank has failed, unless its program goes on
+            with suppress(TimeoutError):  # the run ends because that rank has failed, unless its program goes on
+                self._reporter.wait(from_agent.RunEnds, SAID_WITHIN)
             raise from_dict(failed)
 
     def stop_after_this_step(self) -> bool:

@@ -161,6 +161,8 @@ def test_what_nccl_said_last_is_kept_and_what_helps_nobody_is_left_out() -> None
     with pytest.raises(RuntimeError) as raised:
         raise RuntimeError("Failed to run stage backward:\nStage output: ...") from ValueError("bad sample")
     assert first_line(raised.value) == "RuntimeError: Failed to run stage backward: ValueError: bad sample"
+    loading = RuntimeError("Error(s) in loading state_dict for Net:\n\tsize mismatch for weight")
+    assert first_line(loading) == "RuntimeError: Error(s) in loading state_dict for Net: size mismatch for weight"
 
 
 @pytest.mark.parametrize("text", ["DataLoader timed out after 5 seconds", "Connection refused", "CUDA out of memory"])

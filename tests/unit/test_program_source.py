@@ -24,7 +24,7 @@ from ddp_manual.protocol.program_arguments import differing_arguments, may_diffe
 from ddp_manual.protocol.token_proof import Seal
 from ddp_manual.ranks_and_runs import RankInfo
 from ddp_manual.wire import as_json, encode, reader_of
-from tests.runs import RUN, info
+from tests.runs import RUN, info, run_info
 
 
 def write(folder: Path, files: Mapping[str, str]) -> Path:
@@ -230,7 +230,12 @@ def test_a_secret_is_compared_by_a_digest_and_hidden_in_messages_and_commands() 
     error = _other_arguments(info(1, "b", arguments=other), info(0, "a", arguments=arguments), RUN)
     assert error is not None
     assert error.why == "--api_key: rank 0 (a) has ..., rank 1 has ..."
-    assert error.next.startswith("  train --rank 1 --data '{x}'\nor, where they differ on purpose, before its name: ")
+    or_not = "\nor, where they differ on purpose, before its name: --may_differ api_key"
+    assert error.next == f"  train --rank 1 --data '{{x}}'{or_not}"
+    for named, command in (((), "train --rank {rank} --api_key ..."), ((), "srun train"), (("lr",), RUN.command)):
+        one = info(1, "b", arguments=other, may_differ=named)
+        error = _other_arguments(one, info(0, "a", arguments=arguments), run_info(command=command))
+        assert error is not None and error.next == f"give the program the same arguments on every rank{or_not}"
 
 
 @pytest.mark.parametrize(
