@@ -8,6 +8,7 @@ On a cluster:
 GPUS=4 before either command starts four ranks and requests a GPU for each rank; RANKS=4 starts four ranks without GPUs.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def train(config: TrainConfig, data: FlyteDirectory) -> Trained:
     """Train with RANKS processes; if a rank fails, the task fails too, after that rank has said why."""
     here = Path(current_context().working_directory)
     run, options = RunPaths(here / "run"), here / "hyperparameters.json"
-    options.write_text(replace(config, data_dir=data.download()).to_json())
+    options.write_text(json.dumps(replace(config, data_dir=data.download()).values()))
     launch = ["launch", "--nproc", str(RANKS), "--run_dir", str(run.run_dir), "--", "--config", str(options)]
     subprocess.run([sys.executable, "-m", "ddp_manual", *launch], check=True)
     return Trained(

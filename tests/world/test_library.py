@@ -249,12 +249,16 @@ ONCE = """
         time.sleep(0 if file.exists() else 3)
         file.write_text(file.read_text() + "done" if file.exists() else "done")
 
+    def missing():
+        raise ddp_manual.errors.DataMissing("there is no file", why="", next="make one")
+
     with ddp_manual.join() as world:
         world.once_per_host("write the file", job, timeout=60)
         assert file.exists()
         world.once_per_host("write \\udcff", job, timeout=60)  # another, of a name that is not UTF-8
         world.once_per_host("write \\udcff", job, timeout=60)
         print(file.read_text())
+        world.once_per_host("write another", missing, timeout=60)
 """
 
 
@@ -262,9 +266,10 @@ def test_one_rank_per_host_does_a_job_and_the_others_wait_for_it(start: Start, t
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(ONCE))
     launch = start(*LAUNCH, script, tmp_path / "file")
-    assert launch.wait() == 0, launch.err
+    assert launch.wait() == 16, launch.err
     assert sorted(launch.out.splitlines()) == [f"[rank {rank}] donedonedone" for rank in range(2)]
     assert "[rank 1] waiting for rank 0 on " in launch.err
+    assert "rank 0 failed first, with exit code 16, " in launch.err
 
 
 def test_a_script_that_is_stopped_or_gives_up_while_it_waits_ends_as_python_does(
