@@ -105,7 +105,8 @@ class Launch:
             say(f"all ranks finished after {took}")
             return 0
         rank, error = failed
-        first = "the run has ended" if _is_report(error) else f"rank {rank} failed first"
+        # With PeerGone all ranks only report which rank is gone: none of them has failed with an error of its own.
+        first = "the run has ended" if error.exit_code == PeerGone.exit_code else f"rank {rank} failed first"
         why = "" if sys.stderr.isatty() else f": {in_short(error)}"  # readers of a log file look at its end
         say(f"{first}, with exit code {error.exit_code}, after {took}{why}")
         its_files = error.exit_code == RunFilesError.exit_code and error.identifier != DiskFull.identifier
@@ -140,14 +141,8 @@ def may_be_fixed(error: DdpManualError) -> bool:
 
 
 def root_failure(failed: Sequence[Failure]) -> Failure | None:
-    """Return the first failure, a report of another rank's only if there is no other: a rank may lose a peer before
-    that peer ends."""
-    return min(failed, key=lambda failure: _is_report(failure[1]), default=None)
-
-
-def _is_report(error: DdpManualError) -> bool:
-    """Return whether a rank only reports that another one is gone."""
-    return error.exit_code == PeerGone.exit_code and error.on_its_rank is not None
+    """Return the first failure, PeerGone only if there is no other: a rank may lose a peer before that peer ends."""
+    return min(failed, key=lambda failure: failure[1].exit_code == PeerGone.exit_code, default=None)
 
 
 def in_short(error: DdpManualError) -> str:
