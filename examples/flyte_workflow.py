@@ -1,4 +1,4 @@
-"""Training as tasks of a workflow engine: https://flyte.org. First: pip install -e '.[flyte]'
+"""Training as tasks of a workflow engine: https://flyte.org. First, with Python 3.12 at most: pip install -e '.[flyte]'
 
 On this machine, without an engine (leave out hyperparameters.json to take the default options):
     python examples/flyte_workflow.py hyperparameters.json

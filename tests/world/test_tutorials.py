@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -17,7 +18,10 @@ from ddp_manual import TrainConfig
 from tests import tracked, tutorials
 from tests.conftest import ALL_DIGITS, REPOSITORY, clean_environment, first_of_each_class, free_port
 
+with_flytekit = pytest.mark.skipif(not find_spec("flytekit"), reason="there is no flytekit for this Python")
 
+
+@with_flytekit
 @pytest.mark.soak(only=True)
 def test_2_a_workflow_task(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     (tmp_path / "typed").mkdir()
@@ -40,6 +44,7 @@ def test_2_a_workflow_task(tmp_path: Path, digits: Path, cifar10: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name not in ("typed", "temporary")]
 
 
+@with_flytekit
 def test_2_gpus_are_requested_only_where_they_are_wanted() -> None:
     """Looks at what would be sent to an engine."""
     script = """
