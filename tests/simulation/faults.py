@@ -94,7 +94,9 @@ class Faults:
         return self._to_program(rank, lambda program: program.die(-signal.SIGABRT))
 
     def _exit(self, fault: Fault, rank: Rank) -> bool:
-        return self._to_program(rank, lambda program: program.die(int(fault.detail)))
+        # While a worker waits for its place, it runs no program that could end itself as if it were done.
+        is_idle = rank.program is not None and rank.program.phase == "waiting"
+        return not (is_idle and fault.detail == "0") and self._to_program(rank, lambda one: one.die(int(fault.detail)))
 
     def _raise(self, fault: Fault, rank: Rank) -> bool:
         def fail(program: Program) -> None:
