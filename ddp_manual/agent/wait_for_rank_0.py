@@ -33,6 +33,7 @@ VALIDATE = bytes.fromhex("00cef7853c")
 _PING = b"\x0d"
 # The end of an http request. Without a version Python's http.server would send a page and no status.
 _LINE = b" / HTTP/1.0\r\n\r\n"
+_GREETS = b'{"type":"greeting"'
 # Seconds. A program that is not rank 0's agent must be named within 5 s.
 CONNECT_TIMEOUT = 2.0
 GREETED_WITHIN = 1.5
@@ -96,7 +97,7 @@ async def _probe(address: str, port: int, greeted_within: float) -> Probe:
     first = connection.first_bytes
     if first and first == nonce:
         return Probe(address, Answer.STORE)
-    if first.startswith(b'{"type":"greeting"') and (asked or not connection.ended):
+    if first and _GREETS.startswith(first[: len(_GREETS)]) and (asked or not connection.ended):
         return Probe(address, Answer.BUSY)
     if first:
         return Probe(address, Answer.STRANGER, repr(first.decode("ascii", "backslashreplace"))[1:-1])
