@@ -190,7 +190,7 @@ class Tell(Message):
 
 
 class LostRank0(Message):
-    """The agent leaves, since it has heard nothing of rank 0; a rank 0 that was only stopped reads this."""
+    """The agent has heard nothing of rank 0, and gives it up; a rank 0 that was only stopped reads this."""
 
     words: LastWords
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 from ddp_manual.errors import signal_name
 
@@ -14,6 +16,18 @@ def process_stat(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def parent(pid: int) -> int:
+    """Return the pid of the parent of a process; 0 if there is no such process."""
+    return int(next(iter(process_stat(pid)[1:]), "0"))
+
+
+def command_line(pid: int) -> bytes:
+    """Return the arguments of a process; b"" if there is no such process, or it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def stopped_by(pid: int) -> str:

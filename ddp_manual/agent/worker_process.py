@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from msgspec.structs import asdict, replace
 
@@ -118,7 +117,7 @@ class Worker:
                 self.pid = message.pid
                 self._oom_kills = OomKills(self.pid)
             case from_worker.Loaded():  # it waits for its place
-                self._command = self._command_line()
+                self._command = process_status.command_line(self.pid)
             case from_worker.RecordsMemory():
                 try:
                     self.records.open(self.pid, message.descriptor, message.complete, message.compared)
@@ -145,16 +144,11 @@ class Worker:
         """Find out whether the closed channel means that exec has replaced the program, and not that it has ended."""
 
         def look() -> None:
-            if self._command and not self.ended and self._command_line() not in (b"", self._command):
+            if self._command and not self.ended and process_status.command_line(self.pid) not in (b"", self._command):
                 self.hears, self._is_replaced = False, True
                 take(from_worker.Replaced())
 
         asyncio.get_running_loop().call_later(REPLACED_AFTER, look)
-
-    def _command_line(self) -> bytes:
-        with suppress(OSError):
-            return Path(f"/proc/{self.pid}/cmdline").read_bytes()
-        return b""
 
     def heartbeat(self) -> Beat:
         """Return what the worker does now, as the next heartbeat is to say it."""

@@ -19,11 +19,13 @@ from ddp_manual.protocol.health import Silence
 from ddp_manual.protocol.stop_signals import StopSignals
 from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.protocol.why_this_rank_ends import Explanation
-from ddp_manual.ranks_and_runs import Moment, RunInfo, RunSoFar
+from ddp_manual.ranks_and_runs import LastWords, Moment, RunInfo, RunSoFar
 from ddp_manual.wire import printable
 
 # Seconds that rank 0 keeps torch's store for ranks that are still working.
 LEAVE_TIMEOUT = 60.0
+# Why a rank looks for rank 0 that was silent, such as while it was stopped.
+LOST_ITS_SEAT = "rank 0 has not heard of this rank for too long, and has given it up"
 # Seconds. A process that has not run for this long was stopped, and was not just slow.
 A_PAUSE = 5.0
 # Before this many collectives, a program that holds its state has held it once, or has asked for the held state.
@@ -99,7 +101,7 @@ class AgentProtocol:
                 self._shell.forget_news()
                 self._begin_anew(message.worker)
             case messages.SeatLost() if not isinstance(rank.state, states.Looking):
-                self._look_for_rank_0("rank 0 has not heard of this rank for too long, and has given it up")
+                self._look_for_rank_0(LOST_ITS_SEAT)
             case messages.Expired():
                 self._explanation.run_expires(message.verdict)
             case messages.AskStep() if isinstance(rank.state, states.Placed):
@@ -286,15 +288,15 @@ class AgentProtocol:
         self._rank.now = now
         self._explanation.no_other_worker(error)
 
-    def _look_for_rank_0(self, why: str) -> None:
-        """Keep the state, and say hello again where rank 0 is expected."""
+    def _look_for_rank_0(self, why: str, stopped: str = "") -> None:
+        """Keep the state, and say hello again where rank 0 is expected; ``stopped`` says what has stopped it."""
         rank = self._rank
         assert rank.run is not None and rank.so_far is not None
         losses = rank.so_far.losses + (rank.lost_rank_0_at is not None)  # + 1: lost again before the ranks could go on
         lost_at = rank.lost_rank_0_at or rank.now
         rank.so_far = replace(rank.so_far, lost=printable(why), losses=losses)
         looks = f"this rank keeps its state, and looks for rank 0 for {rank.run.rejoin_timeout:.0f} s"
-        self._shell.log(f"{why}; {looks}")
+        self._shell.log("; ".join(filter(None, (why, stopped, looks))))
         if not isinstance(rank.state, states.Replacing):
             self._forget_worker()
         rank.enter(states.Looking(lost_at=lost_at))
@@ -359,12 +361,12 @@ class AgentProtocol:
                 self._shell.log("rank 0 is silent; this rank has done its work, and leaves")
                 return
             what = f"has been silent for {now - self._heard:.0f} s"
-            why = self._shell.stopped_rank_0(rank.run) or (
-                "its agent is stopped or frozen, its host is down, or the network between the hosts is cut"
-            )
+            stopped = self._shell.stopped_rank_0(rank.run)
+            why = stopped or "its agent is stopped or frozen, its host is down, or the network between the hosts is cut"
             lost = verdict_words.rank_0_lost(rank.run, self._shell.worker.beat, what, why)
             if rank.may_look_for_rank_0:
-                self._look_for_rank_0(lost.what)
+                rank.send(messages.LostRank0(LastWords.of(lost)))
+                self._look_for_rank_0(lost.what, stopped)
             else:
                 self._explanation.give_rank_0_up(lost)
 

@@ -16,6 +16,7 @@ from msgspec.structs import asdict, replace
 
 from ddp_manual import messages
 from ddp_manual.errors import DdpManualError, MasterLost, Stopped, traceback_of
+from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import how_a_worker_ended, verdict_words
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
 from ddp_manual.protocol.health import Silence
@@ -174,17 +175,21 @@ class CoordinatorProtocol:
         if rank is None:
             self.handshakes.forget(peer)
         elif self._peers.get(rank) is peer:
-            del self._peers[rank]
-            self._watch.inquiries.gone(rank)
-            reason = printable(reason)
-            if peer.left:
-                return
-            if not self.recovery.works(rank):
-                how = "is gone: its process has ended" if reason in PROCESS_ENDED else f"is gone: {reason}"
-                self.recovery.miss_again(rank, how)
-            elif not self.roll_call.is_over:
-                self._watch.end_because_of_gone(rank, reason)
-                self.recovery.give_up_lost()
+            self._lose_connection(rank, "", printable(reason))
+
+    def _lose_connection(self, rank: int, how: str, reason: str = "") -> None:
+        """Lose a rank that says nothing more: it has said ``how`` it leaves, or the connection has ended for this
+        ``reason``."""
+        has_left = self._peers.pop(rank).left
+        self._watch.inquiries.gone(rank)
+        if has_left:
+            return
+        if not self.recovery.works(rank):
+            how = how or f"is gone: {'its process has ended' if reason in PROCESS_ENDED else reason}"
+            self.recovery.miss_again(rank, how)
+        elif not self.roll_call.is_over:
+            self._watch.end_because_of_gone(rank, how, reason)
+            self.recovery.give_up_lost()
 
     # -- what ranks say -----------------------------------------------------------------------------------------
 
@@ -208,9 +213,11 @@ class CoordinatorProtocol:
             case messages.Failed():
                 self._take_failure(peer, rank, message)
             case messages.LostRank0(words):  # this rank 0 was stopped for long, and runs again
-                about_rank_0 = replace(words, why=named_from_outside(words.why, rank))
-                if self.recovery.works(rank):
-                    verdict = verdict_words.verdict_about(self.roll_call.rank_0, about_rank_0, is_loss=True)
+                rank_0, about_it = self.roll_call.info(0), replace(words, why=named_from_outside(words.why, rank))
+                if not self.recovery.works(rank) or self.run.on_loss != LEAVE:
+                    self._lose_connection(rank, f"has given up {rank_0.who}, which was silent for too long")
+                else:
+                    verdict = verdict_words.verdict_about(rank_0, about_it, is_loss=True)
                     self._watch.take_failure(verdict, None, now, in_a_collective=False)
             case messages.StacksReply():
                 self._watch.inquiries.take_reply(rank, STACKS, message.text, now)

@@ -235,16 +235,20 @@ class Watch:
         """Decide nothing any more: the ranks begin anew, with another watch. Observers get the stacks that are here."""
         self.inquiries.end(now, without=(DO_CALLS_DIFFER, WHERE_ARE_THEY_STUCK))
 
-    def end_because_of_gone(self, rank: int, reason: str) -> None:
-        """End the run because the connection to a rank's agent has ended: so has the agent, or its host."""
-        info = self._info(rank)
+    def end_because_of_gone(self, rank: int, how: str, reason: str) -> None:
+        """End the run because a rank's agent has said ``how`` it leaves; or because its connection has ended, for this
+        ``reason``: so has the agent, or its host."""
+        info, last_seen = self._info(rank), f"it was {self.health.beat(rank).last_seen()}, when it was last heard"
+        if how:
+            self._end_because_of(info, how, why=last_seen, next="look whether rank 0 was stopped, or cut off")
+            return
         is_beside_rank_0 = info.host_id == self._roll_call.rank_0.host_id
         or_its_host, or_is_down = ("", "") if is_beside_rank_0 else (", or its host has", f", or {info.host} is down")
         self._end_because_of(
             info,
             "is gone without a word",
             why=f"its connection to rank 0 ended: {reason}; agent and worker of that rank have both ended{or_its_host}"
-            f"\nit was {self.health.beat(rank).last_seen()}, when it was last heard",
+            f"\n{last_seen}",
             next=f"look at its last lines; if there are none its agent was killed{or_is_down}",
         )
 

@@ -57,8 +57,6 @@ class Faults:
         if rank is None:
             return  # this agent is still being made
         self._run.moments.hears(rank)
-        if isinstance(own.state, states.Looking):
-            self._run.have_given_up.add(rank.number)
         for number in [*self._awaited]:
             fault = self._run.plan.faults[number]
             if self._is_at(rank, fault):

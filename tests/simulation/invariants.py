@@ -40,9 +40,7 @@ def affected(run: Run, fault: Fault) -> set[int]:
         hosts.add(run.plan.hosts[fault.other])
     elif "host" not in fault.kind and not run.plan.launched:  # a launch ends with all ranks of its host
         hosts.clear()
-    ranks = {fault.rank, *(rank for rank, host in enumerate(run.plan.hosts) if host in hosts)}
-    # When a frozen rank 0 goes on, the ranks that have given it up meanwhile are gone for it.
-    return ranks | run.have_given_up if fault.kind.startswith("freeze") and 0 in ranks else ranks
+    return {fault.rank, *(rank for rank, host in enumerate(run.plan.hosts) if host in hosts)}
 
 
 def is_stuck_alone(rank: Rank) -> bool:

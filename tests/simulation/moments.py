@@ -15,7 +15,7 @@ from unittest import mock
 
 from ddp_manual.messages import OfWorker
 from ddp_manual.protocol import states
-from ddp_manual.protocol.agent import LEAVE_TIMEOUT
+from ddp_manual.protocol.agent import LEAVE_TIMEOUT, LOST_ITS_SEAT
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
 from ddp_manual.protocol.this_rank import ThisRank
@@ -230,7 +230,8 @@ class Moments:
             and not (rank.errors or not rank.runs or rank.leaves)
             and rank.agent is not None
             and (state := type(rank.agent.rank.state)) in (states.Looking, states.Working)
-            and not (state is states.Working and self._has_been_with(zero, rank))  # it was back, and lost again
+            # It was back, and is lost again: the others are told, before the rank itself is.
+            and not (self._has_been_with(zero, rank) and (state is states.Working or self._lost_its_seat(rank)))
         }
 
     @staticmethod
@@ -238,6 +239,12 @@ class Moments:
         """Return whether this rank 0 has admitted a rank."""
         run = rank.agent.rank.run if rank.agent is not None else None
         return run is not None and run.since >= EPOCH + zero.typed
+
+    @staticmethod
+    def _lost_its_seat(rank: Rank) -> bool:
+        """Return whether rank 0 has told a rank that looks for it now that it has given the rank up."""
+        so_far = rank.agent.rank.so_far if rank.agent is not None else None
+        return so_far is not None and so_far.lost == LOST_ITS_SEAT
 
     def _counts(self, rank: Rank) -> bool:
         """Return whether rank 0 still counts on a process, as far as it can know."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 PORT = 29500
 # How often a person types a rank again whose workers die one after the other.
 TYPES_DYING_AGAIN = 40
+# How often they type a rank again that has not found rank 0, which may be stopped.
+MOST_IN_VAIN = 12
 PROGRAM = UsersProgram(kind="script", name="train.py")
 # The width of the terminals in which ranks are typed.
 COLUMNS = 80
@@ -204,7 +206,7 @@ class People:
         plan = self._run.plan
         tries = [other for other in self._run.ranks if other.number == rank.number and other.belongs]
         in_vain = sum(other.exit_code == 11 for other in tries)  # rank 0 was not to be found
-        before = len(tries) - min(in_vain, 3)
+        before = len(tries) - min(in_vain, MOST_IN_VAIN)
         if (
             plan.on_loss == "leave"
             or plan.launched

@@ -76,8 +76,6 @@ class Run:
         self.moments = Moments(self)
         self.dying: dict[int, float | None] = {}
         """Rank -> how many seconds after its start each of its workers dies; None: as soon as it begins to work."""
-        self.have_given_up: set[int] = set()
-        """The ranks that have looked for another rank 0."""
         self._pids = itertools.count(1000)
         self.asked_to_stop: set[int] = set()
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from ddp_manual.agent.coordinator import stopped_agent
@@ -60,8 +61,18 @@ def test_a_program_of_our_process_group_has_got_what_was_sent_last_and_one_with_
     assert done.returncode == 0, done.stderr
 
 
-def test_an_agent_that_a_shell_has_seen_stop_is_named_although_its_signal_is_not_known_any_more() -> None:
-    agent = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+FORKS = "import os, time; child = os.fork(); child and print(child, flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    "starts_a_worker",
+    ["sleep 60 & echo $!", f"{sys.executable} -c '{FORKS}' &"],
+    ids=["a child", "a fork of a spare one"],
+)
+def test_an_agent_that_a_shell_has_seen_stop_is_named_although_its_signal_is_not_known_any_more(
+    starts_a_worker: str,
+) -> None:
+    agent = subprocess.Popen(["sh", "-c", f"{starts_a_worker}\nwait"], stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None
     worker = int(agent.stdout.readline())
     try:
@@ -71,6 +82,7 @@ def test_an_agent_that_a_shell_has_seen_stop_is_named_although_its_signal_is_not
         go_on = f"kill -CONT {agent.pid}, or fg in its terminal, lets it go on"
         assert stopped_agent(worker) == f"Ctrl-Z has stopped its agent; {go_on}"
     finally:
-        os.kill(worker, signal.SIGKILL)
+        for process in psutil.Process(agent.pid).children(recursive=True):
+            process.kill()
         agent.kill()
         agent.communicate()
