@@ -60,8 +60,8 @@ FAULTS = (
     Planted("a rank that is done may be lost", "elif self._is_done(rank) and loss.kind is not AWAITED:", "elif False:"),
     Planted(
         "a closed connection is no loss",
-        "                self._watch.end_because_of_gone(rank, reason)\n",
-        "                pass\n",
+        "            self._watch.end_because_of_gone(rank, how, reason)\n",
+        "            pass\n",
     ),
     Planted(
         "words of a replaced worker count",

@@ -61,18 +61,14 @@ def test_a_program_of_our_process_group_has_got_what_was_sent_last_and_one_with_
     assert done.returncode == 0, done.stderr
 
 
+STARTS = "import subprocess; worker = subprocess.Popen(['sleep', '60']); print(worker.pid, flush=True); worker.wait()"
 FORKS = "import os, time; child = os.fork(); child and print(child, flush=True); time.sleep(60)"
+HAS_A_SPARE_ONE = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {FORKS!r}])"
 
 
-@pytest.mark.parametrize(
-    "starts_a_worker",
-    ["sleep 60 & echo $!", f"{sys.executable} -c '{FORKS}' &"],
-    ids=["a child", "a fork of a spare one"],
-)
-def test_an_agent_that_a_shell_has_seen_stop_is_named_although_its_signal_is_not_known_any_more(
-    starts_a_worker: str,
-) -> None:
-    agent = subprocess.Popen(["sh", "-c", f"{starts_a_worker}\nwait"], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("program", [STARTS, HAS_A_SPARE_ONE], ids=["a child", "a fork of a spare one"])
+def test_an_agent_that_a_shell_has_seen_stop_is_named_although_its_signal_is_not_known_any_more(program: str) -> None:
+    agent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None
     worker = int(agent.stdout.readline())
     try:
