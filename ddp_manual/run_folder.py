@@ -203,7 +203,7 @@ class RunPaths:
         """Rename the failure that a rank has left when it was started before.
 
         Args:
-            world_size: set on rank 0, which also renames the failures of ranks that are no more.
+            world_size: set on rank 0, which also renames the failures of the ranks from this number on.
         """
         for failure in self.failures():
             of = failure.stem.removeprefix("failure-rank")

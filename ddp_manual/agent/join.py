@@ -383,7 +383,9 @@ class Join:
         )
 
     def _command_for(self, rank: int | None) -> str:
-        command = self._task.command.replace("{master_port}", str(self._spec.master_port))
+        command = self._task.command
+        if self._spec.master_port != WorldSpec.master_port:  # otherwise the command names none
+            command = command.replace("{master_port}", str(self._spec.master_port), 1)
         if rank is None:
             return command
         is_of_one_rank = "--rank {rank}" in command  # a launcher's command has rank 0's options already

@@ -186,9 +186,16 @@ class Agent:
                 "all ranks are" if place.world_size == whole_world else f"{place.world_size} of {whole_world} ranks are"
             )
             self.log(f"{here} here after {seconds}: starting {self.task.name} as {who}")
+            self.set_failures_aside()
         own = self.join.own_address
         message = from_agent.TakePlace(placed, self.rank.is_own_folder, own.variables, own.wrong_for_nccl)
         self.worker.send(message)
+
+    def set_failures_aside(self) -> None:
+        """Rename what ranks of a program have left when they failed before; our training does so for itself."""
+        run_dir, rank = self.rank.run_dir, self.spec.rank
+        if self.task.name and run_dir is not None and self.rank.is_own_folder:
+            run_folder.RunPaths(Path(run_dir)).set_failures_aside(rank, None if rank else 0)
 
     # -- what ``AgentProtocol`` asks, and has the agent do ---------------------------------------------------------
 

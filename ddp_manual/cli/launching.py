@@ -42,7 +42,7 @@ from ddp_manual.training.options import TrainConfig
     "--nnodes",
     "--num_machines",
     "nnodes",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1 << 16),
     metavar="N",
     help="How many machines (default: 1).",
 )

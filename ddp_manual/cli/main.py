@@ -20,6 +20,7 @@ from ddp_manual.cli.flags_from_options import OF_TORCHRUN
 from ddp_manual.cli.launching import hosted, launch, list_commands
 from ddp_manual.cli.looking import compare_runs, evaluate, list_checkpoints, list_runs, show_data, status
 from ddp_manual.cli.ranks import check, run_program, train
+from ddp_manual.cli.stdout import print_result
 from ddp_manual.environment import command_line
 from ddp_manual.text_wrapping import whole
 
@@ -30,6 +31,8 @@ CONTEXT = {
     "max_content_width": 100,
 }
 
+# Of a path below a folder that this user may not enter, or that no file can have.
+NO_SUCH_PATH = (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP)
 IN_THE_USUAL_ORDER = (
     *(list_commands, check, run_program, train, launch, hosted, status),
     *(list_runs, compare_runs, list_checkpoints, evaluate, show_data),
@@ -56,15 +59,18 @@ class OrderedGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=OrderedGroup, context_settings=CONTEXT)
+@click.group(cls=OrderedGroup, context_settings=CONTEXT, invoke_without_command=True)
 @click.version_option(package_name="ddp_manual", prog_name="ddp-manual")
-def ddp_manual() -> None:
+@click.pass_context
+def ddp_manual(context: click.Context) -> None:
     """Start distributed PyTorch by hand, each rank in a terminal of its own:
 
     \b
       ddp-manual run --world_size 2 --rank 0 train.py
       ddp-manual run --world_size 2 --rank 1 train.py
     """
+    if context.invoked_subcommand is None:
+        print_result(context.get_help())
 
 
 for command in IN_THE_USUAL_ORDER:
@@ -73,14 +79,13 @@ for command in IN_THE_USUAL_ORDER:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command, print the error that it raises, and return the exit status."""
+    # A closed descriptor is opened again, also so that no file or socket gets its number.
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     terminal.escape_what_cannot_be_shown()
     try:
         with signal_handlers.raise_on_stop():
             status = ddp_manual.main(args=arguments, prog_name="ddp-manual", standalone_mode=False)
         return status if isinstance(status, int) else 0
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        return 0
     except (errors.StopSignal, KeyboardInterrupt, click.Abort) as signalled:
         ended: errors.DdpManualError = errors.stopped_by(signalled)
     except Exception as error:
@@ -104,6 +109,9 @@ def _as_ours(error: Exception) -> errors.DdpManualError:
         return errors.not_installed(error.name)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         return terminal.stdout_failed(error)  # click's own text, of --help
+    if isinstance(error, OSError) and error.errno in NO_SUCH_PATH and error.filename is not None:
+        what = f"{errors.escaped(str(error.filename))} cannot be read"
+        return errors.BadOption(what, why=str(error.strerror), next="name another path, or one that this user may read")
     return errors.TrainingFailed(
         f"{type(error).__name__}: {error}".splitlines()[0],
         why=errors.traceback_of(error),

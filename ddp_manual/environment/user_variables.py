@@ -135,6 +135,13 @@ def exported(entries: Sequence[str]) -> dict[str, str]:
     for entry in (part for text in entries for part in re.split(r",(?=[A-Za-z_]\w*=)", text)):
         names, equals, value = entry.partition("=")
         *plain, last = names.split(",")
+        for name in [*plain, last]:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name):
+                raise BadOption(
+                    f"--export {name!r} is no name of a variable",
+                    why=f"--export {entry} names it",
+                    next="give --export NAME, NAME=VALUE, or several with commas between them",
+                )
         for name in plain if equals else [*plain, last]:
             if name not in os.environ:
                 raise BadOption(

@@ -55,7 +55,8 @@ def list_commands(
     for rank, host in enumerate(each for each in hosts for _ in range(each.slots)):
         besides = {**own, LISTENING: spec.listen_addr if rank == 0 else None}
         line = rank_command(spec, name, besides, shlex.join(rest)).replace("{rank}", str(rank), 1)
-        line = line.replace("{master_port}", str(spec.master_port), 1)
+        if spec.master_port != WorldSpec.master_port:  # otherwise the command has none, and these are a program's words
+            line = line.replace("{master_port}", str(spec.master_port), 1)
         ranks.append({"rank": rank, "host": host.name, "command": line, "words": shlex.split(line)})
     meeting = {"world_size": count, "master_addr": spec.master_addr, "master_port": spec.master_port}
     return {**meeting, "alike": _alike(spec, program), "ranks": ranks}

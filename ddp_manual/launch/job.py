@@ -67,7 +67,7 @@ def command_to_go_on(after: Sequence[str], *, run_dir: str | None, variables: It
     names = ",".join(name for name in variables if name != user_variables.TOKEN_VARIABLE)
     before = [*command, *before[:1], *(["--export", names] if names else []), *before[1:]]
     if run_dir is None:
-        return shlex.join(without_secrets([*before, *after]))
+        return shlex.join([*before, *without_secrets(after)])
     launch = command_line.without_options(before, "run_dir")
     training = [*command_line.without_options(after, "resume"), "--resume", "auto"]
     return shlex.join([*launch, "--run_dir", run_dir, "--", *training])
@@ -106,4 +106,10 @@ class Hosts:
                 f"launch on {nnodes} hosts needs the address of the first one",
                 why="no --master_addr was given, and 127.0.0.1 is another host on each",
                 next="give --master_addr with the name or the IP address of the host with --node_rank 0",
+            )
+        if nnodes > 1 and not spec.master_port:
+            raise BadOption(
+                f"launch on {nnodes} hosts needs a port to meet at",
+                why=f"{spec.named('master_port')}: rank 0 would take any free one, which the other hosts do not know",
+                next="give a --master_port that is free on the host with --node_rank 0, the same on each host",
             )

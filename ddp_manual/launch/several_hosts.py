@@ -93,7 +93,7 @@ class HostedLaunch(Launch):
                 if await self.is_over_before(self._prepare()):
                     raise Stopped(self.signalled, "before any rank was started")
                 self.meeting_point = self._find_meeting_point()
-                say_how_to_look(self.meeting_point)
+                say_how_to_look({**self.meeting_point, "token_file": self.job.spec.token_file})
                 await self.attempts()
             finally:
                 await asyncio.gather(*(part.session.close() for part in self.parts))
@@ -129,7 +129,7 @@ class HostedLaunch(Launch):
                 why=f"rank 0 is on the first host, and {self.parts[1].name} was reached from {hello.reached_from}",
                 next=f"give its address: --master_addr {hello.reached_from}",
             )
-        if self.job.spec.source("master_port") != "default":
+        if self.job.spec.master_port and self.job.spec.source("master_port") != "default":
             port = self.job.spec.master_port
         return {"master_addr": address, "master_port": port}
 

@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any
 
 from ddp_manual import signal_handlers
-from ddp_manual.environment import launcher_variables
+from ddp_manual.environment import launcher_variables, user_variables
 from ddp_manual.environment.start_python import start_python
 from ddp_manual.errors import BadOption, PeerLost, signal_name
 from ddp_manual.launch.function import Call, name_of
@@ -93,6 +93,7 @@ def _spec(nprocs: int, options: dict[str, Any]) -> WorldSpec:
                 why=f"it decides {', '.join(DECIDED)}; options are {', '.join(known)}",
                 next=f"leave {name} out" + ("; how many ranks there are is nprocs" if name == "world_size" else ""),
             )
+    user_variables.token(options.get("token_file"))  # every rank reads it
     return WorldSpec(world_size=nprocs, sources=dict.fromkeys(options, "argument"), **options).of_script()
 
 

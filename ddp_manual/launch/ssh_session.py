@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import getopt
 import re
 import shlex
@@ -79,7 +80,8 @@ class Remote:
         """Return what was typed as a Remote; by default the folder and the Python are the same as here.
 
         Raises:
-            BadOption: the folder begins with ``~`` and the name of a user.
+            BadOption: the folder begins with ``~`` and the name of a user; or the ssh command is not quoted as a shell
+                has it.
         """
         if folder is not None and re.match("~[^/]", folder):
             raise BadOption(
@@ -87,9 +89,11 @@ class Remote:
                 why="only ~ and ~/ are known on each host, as the home of the user that ssh logs in as",
                 next="give the whole path",
             )
-        return cls(
-            ssh=shlex.split(ssh) if ssh else None, folder=folder or str(Path.cwd()), python=python or sys.executable
-        )
+        try:
+            words = shlex.split(ssh) if ssh else None
+        except ValueError as error:
+            raise BadOption(f"--ssh {ssh} is no command", why=str(error), next="quote it as a shell does") from None
+        return cls(ssh=words, folder=folder or str(Path.cwd()), python=python or sys.executable)
 
     def command(self, host: str) -> list[str]:
         """Return the command that starts ``launch/on_each_host.py`` on a host."""
@@ -159,8 +163,10 @@ def why_not(host: str, remote: Remote, code: int | None, said: str) -> tuple[str
         )
     if "No such command" in said:
         return "its ddp_manual is too old", f"install version {ddp_manual.__version__} there"
-    if code is not None and (code > 128 or code < 0):  # it is below 0 if no shell or ssh was in between
+    if code is not None and (code > 128 or code < 0):  # it is below 0 if no shell was in between
         name = signal_name(code - 128 if code > 0 else -code)
+        if code < 0 and not (remote.ssh is None and host in LOCAL):
+            return f"ssh on this machine was ended by {name}", "see who has sent it, or whether memory ran out: dmesg"
         return f"its agents were ended by {name}", f"see who has sent it, or whether memory ran out: {log_in} dmesg"
     return f"its Python has ended with exit code {code}: {last}", f"log in, and try it there: {log_in}"
 
@@ -186,7 +192,7 @@ class Session:
         """Seconds that the host is silent, counted by our signs of life: none counts while this process is stopped."""
         self._showing = 0
         """How many streams wait for the terminal, which may be held; nothing is read from them meanwhile."""
-        self._was_silent = False
+        self._was_silent = self._is_unreadable = False
 
     async def prepare(self, order: session_messages.Order, code: Mapping[str, str]) -> None:
         """Start the session and wait until the host is ready.
@@ -221,7 +227,9 @@ class Session:
                 *self.remote.command(self.host.name), **pipes, start_new_session=True
             )
         except OSError as error:
-            raise NotReady(f"ssh cannot be started: {error}", "apt-get install openssh-client") from None
+            is_missing = error.errno == errno.ENOENT and not self.remote.ssh
+            remedy = "apt-get install openssh-client" if is_missing else "correct --ssh"
+            raise NotReady(f"ssh cannot be started: {error}", remedy) from None
         self._living = asyncio.create_task(self._live(self.process))
 
     async def hear(self) -> session_messages.FromHost | None:
@@ -249,6 +257,8 @@ class Session:
                 f"it does not answer any more: nothing has come for {SILENT_AFTER:.0f} s",
                 "see whether it is on, whether the network leads to it, and whether its agents are stopped (ps: T)",
             )
+        if self._is_unreadable:
+            return "its ddp_manual is another version", f"install version {ddp_manual.__version__} there"
         return why_not(self.host.name, self.remote, self.process.returncode, self.said)
 
     @property
@@ -276,6 +286,7 @@ class Session:
         try:
             message = session_messages.read_from_host(line.decode())
         except (msgspec.MsgspecError, ValueError):  # from another version of this package
+            self._is_unreadable = True
             self.kill()
             return
         if not isinstance(message, session_messages.Alive):

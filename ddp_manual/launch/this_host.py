@@ -25,7 +25,7 @@ from ddp_manual.agent.program_source import check_program
 from ddp_manual.agent.start_worker import Forker, Starter, check_torch_is_installed
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine, user_variables
-from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped
+from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped, writing
 from ddp_manual.launch.attempts import Launch, Tell, say_how_to_look
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.on_rank_loss import LEAVE
@@ -53,13 +53,13 @@ def launch_here(job: Job, hosts: Hosts) -> int:
     job = prepared(job, hosts)
     spec = job.spec
     several = len(hosts.slots) > 1
-    is_chosen = several or spec.source("master_port") != "default"
+    is_chosen = several or (spec.master_port and spec.source("master_port") != "default")
     with (
         ThreadPoolExecutor(1, "ddp_manual output") as writer,
         nullcontext(spec.master_port) if is_chosen else machine.reserved_port() as port,
     ):
-        address = {"master_addr": spec.master_addr if several else None, "master_port": port}
-        say_how_to_look({**address, "token_file": spec.token_file})
+        address = None if spec.source("master_addr") == "default" else spec.master_addr
+        say_how_to_look({"master_addr": address, "master_port": port, "token_file": spec.token_file})
         return asyncio.run(_run(job, Ranks(job.at(master_port=port), hosts, writer)))
 
 
@@ -90,7 +90,11 @@ def prepared(job: Job, hosts: Hosts) -> Job:
     if job.run_dir is not None:
         resumes = job.config is not None and job.config.resume is not None
         # A rank that takes the seat of a lost rank finds the files of its run in the folder.
-        RunPaths(Path(job.run_dir)).create(resuming=resumes or job.spec.on_loss != LEAVE)
+        paths = RunPaths(Path(job.run_dir))
+        paths.create(resuming=resumes or job.spec.on_loss != LEAVE)
+        for rank in hosts.ranks:
+            with writing(paths.log(rank), "--run_dir"):  # one may be there, of another user
+                paths.log(rank).open("ab").close()
     return job
 
 

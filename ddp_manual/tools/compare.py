@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import columns, stdout_width
 from ddp_manual.tools.recorded_run import RecordedRun, read_run
 from ddp_manual.training.options import TrainConfig
+from ddp_manual.wire import printable
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
     Raises:
         BadOption: there are fewer than two different folders, or one is not that of a run.
     """
-    different = list({folder.resolve(): folder for folder in folders}.values())
+    different = list({os.path.realpath(folder): folder for folder in folders}.values())
     if len(different) < 2:
         raise BadOption(
             f"{len(different) or 'no'} run named; a comparison takes at least two",
@@ -61,7 +63,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
     if failed and len(different) - len(failed) >= 2:
         logger.warning("passed over, as nothing was trained there: %s", ", ".join(map(str, failed)))
         different = [folder for folder in different if folder not in failed]
-    short = [folder.resolve().name for folder in different]
+    short = [os.path.basename(os.path.realpath(folder)) for folder in different]
     names = short if len(set(short)) == len(short) else list(map(str, different))
     runs = {name: read_run(folder) for name, folder in zip(names, different, strict=True)}
     rates = {name: rate for name, run in runs.items() if (rate := run.rate_per_rank)}
@@ -101,7 +103,7 @@ def text(compared: Mapping[str, Any]) -> str:
     runs_per_table = max(1, ((stdout_width() or WIDEST_TABLE) - first_width) // max(widths))
     lines: list[str] = []
     for first in range(1, len(rows[0]), runs_per_table):
-        table = columns([[row[0], *row[first : first + runs_per_table]] for row in rows])
+        table = columns([[row[0], *map(printable, row[first : first + runs_per_table])] for row in rows])
         lines += [""] * bool(lines) + table[: len(ROWS) + 1]
         if differing := table[len(ROWS) + 1 :]:
             lines += ["options that differ:", *differing]

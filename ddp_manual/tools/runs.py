@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -76,7 +77,7 @@ def text(found: Sequence[Mapping[str, Any]]) -> str:
     for run in found:
         rows.append(
             [
-                printable(Path(run["run_dir"]).name),
+                printable(os.path.basename(os.path.abspath(run["run_dir"]))),
                 run["state"].partition(":")[0],
                 str(run["world_size"] or "-"),
                 "-" if run["test_accuracy"] is None else f"{run['test_accuracy']:.2%}",

@@ -164,7 +164,7 @@ def text(seen: Mapping[str, Any]) -> str:
 def _with_command(said: str, ranges: Sequence[tuple[int, int]], command: str) -> list[str]:
     """Name ranks, and what to type for the first of them."""
     ranks = [str(rank) for first, last in ranges for rank in range(first, last + 1)]
-    return ["", said.format(", ".join(ranks[:MOST_ROWS])), f"  {command.replace('{rank}', ranks[0])}"]
+    return ["", said.format(", ".join(ranks[:MOST_ROWS])), f"  {command.replace('{rank}', ranks[0], 1)}"]
 
 
 def roster(ranks: Sequence[Mapping[str, Any]], progress: Sequence[Mapping[str, Any]] | None = None) -> list[str]:

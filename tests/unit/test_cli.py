@@ -147,6 +147,10 @@ def test_a_default_is_that_of_the_command(typed: str, shown: str, capsys: pytest
         ("launch --nproc 2 -- --epohcs 3", ["No such option", "--epochs", "train --help"]),
         ("launch --nproc 2 --may_differ seed -- --seed 1", ["--may_differ is for a script", "leave --may_differ"]),
         ("launch train.py --nproc-per-node=2", ["next: put --nproc_per_node 2 before train.py"]),
+        ("launch --nproc 1 --nnodes 2 --master_addr a --master_port 0 script", ["needs a port to meet at"]),
+        ("launch --hosts a:1 --export A, script", ["--export '' is no name of a variable"]),
+        ('launch --hosts a:1 --ssh " script', ['--ssh " is no command', "why:  No closing quotation"]),
+        (f"checkpoints {'x' * 300}", ["xxx cannot be read", "why:  File name too long"]),
     ],
 )
 def test_what_is_typed_wrongly_exits_2_and_is_named_with_what_to_type(
@@ -215,16 +219,19 @@ def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(two_runs: list
     compare = [sys.executable, "-m", "ddp_manual", "compare", *two_runs]
     run = partial(subprocess.run, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, check=False)
     with open("/dev/full", "w") as full:
-        for command in (compare, [*compare[:3], "--help"]):
+        for command in (compare, [*compare[:3], "--help"], compare[:3]):
             ended = run(command, stdout=full)
             assert ended.returncode == 15
             assert ended.stderr.startswith("error[disk-full]: stdout cannot be written\n")
             assert "Traceback" not in ended.stderr
     reader, writer = os.pipe()
     os.close(reader)
-    ended = run(compare, stdout=writer)
+    for command in (compare, compare[:3]):
+        ended = run(command, stdout=writer)
+        assert (ended.returncode, ended.stderr) == (141, "")
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (141, "")
+    ended = run(["sh", "-c", 'exec "$@" >&-', "sh", *compare])
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_result_that_cannot_be_printed_does_not_fail_the_training(

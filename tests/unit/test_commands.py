@@ -45,7 +45,7 @@ def test_the_lines_are_grouped_by_host_with_rank_0_first(capsys: Output) -> None
 
 
 def test_each_word_reaches_the_rank_as_it_was_typed(capsys: Output) -> None:
-    odd = ["a b", "it's", "$HOME", "c;", "--api_key", "secret", "--rank=5", "-m", "*", ""]
+    odd = ["a b", "it's", "$HOME", "c;", "--api_key", "secret", "--rank=5", "-m", "*", "{master_port}", ""]
     options = ["--master_port", "3000", "--token_file", "my token", "--listen_addr", "0.0.0.0", "--allow_mismatch"]
     options += ["--run_dir", "~/runs", "--may_differ", "seed,name", "--join_timeout", "60"]
     lines = printed(capsys, "--hosts", "[fe80::1]:2", *options, "-m", "package.train", *odd).splitlines()

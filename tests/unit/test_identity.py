@@ -89,6 +89,12 @@ def test_a_rank_that_is_typed_was_started_by_hand(monkeypatch: pytest.MonkeyPatc
     assert (task.rank, task.world_size, task.master_addr) == (1, 3, "n1")
 
 
+def test_who_only_looks_at_a_run_reads_no_more_than_where_it_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables("RANK=abc LOCAL_RANK=-1 WORLD_SIZE=1 MASTER_PORT=3000").items():
+        monkeypatch.setenv(name, value)
+    assert WorldSpec.from_environment(is_rank=False).master_port == 3000
+
+
 @pytest.mark.parametrize("variable", ["JOB_COMPLETION_INDEX", "PMIX_RANK"])
 def test_a_rank_without_a_world_size_is_not_guessed(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")

@@ -176,6 +176,9 @@ def test_only_ranks_that_may_take_the_seats_of_lost_ones_start_where_a_run_has_i
     prepared(job(on_loss="wait"), Hosts([1]))
     with pytest.raises(errors.BadOption, match="already holds a run"):
         prepared(job(), Hosts([1]))
+    (tmp_path / "log-rank1.txt").mkdir()
+    with pytest.raises(errors.BadOption, match=r"log-rank1\.txt cannot be written"):
+        prepared(job(on_loss="wait"), Hosts([2]))
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def local() -> Any:
         (lambda: spawn(train, 2, 5), "args is int, not a sequence of arguments"),
         (lambda: spawn(train, 2, (threading.Lock(),)), "train and its args cannot be copied to the ranks"),
         (lambda: spawn(train, 2, rank=1), "spawn takes no rank"),
+        (lambda: spawn(train, 2, token_file="nowhere"), "--token_file nowhere cannot be read"),
         (lambda: spawn(train, 2, join_timeout=0), "--join_timeout 0 is not above 0"),
         (lambda: WorldSpec(world_size=True), "--world_size True is not a whole number"),
     ],

@@ -46,6 +46,7 @@ PLAIN = Remote(ssh=None, folder="/work", python="/opt/python")
         (1, "/opt/python: No module named ddp_manual", "/opt/python there has no ddp_manual", "pip install"),
         (2, "error[bad-option]: No such command 'hosted'", "its ddp_manual is too old", "install version"),
         (137, "", "its agents were ended by SIGKILL", "2222 b dmesg"),
+        (-15, "", "ssh on this machine was ended by SIGTERM", "dmesg"),
         (1, "ImportError: odd", "its Python has ended with exit code 1: ImportError: odd", "log in"),
     ],
 )
@@ -54,6 +55,22 @@ def test_each_end_of_a_session_has_a_cause_and_a_remedy_with_the_ssh_that_was_gi
 ) -> None:
     found = why_not("b", REMOTE, code, f"{said}\n")
     assert cause in found[0] and remedy in found[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ("#!/bin/sh\nprintf '\\036ddp-manual {\"type\": 1}\\n'; exec sleep 60\n", "its ddp_manual is another version"),
+        ("#!/not/there\n", "next: a: correct --ssh"),
+    ],
+)
+def test_a_host_that_speaks_otherwise_and_an_ssh_that_cannot_be_started_are_told_apart(
+    lines: str, says: str, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "ssh").write_text(lines)
+    (tmp_path / "ssh").chmod(0o755)
+    run = start(*LAUNCH, "a:1", "--ssh", tmp_path / "ssh", "--no_python", "true")
+    assert run.wait(20) == 10 and says in run.err, run.err
 
 
 def test_without_options_of_ssh_the_remedies_are_as_short_as_they_can_be() -> None:

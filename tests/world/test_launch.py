@@ -104,6 +104,24 @@ def test_the_command_that_launch_prints_shows_its_run_whose_ranks_end_with_a_lau
     assert gone(ranks, 5)
 
 
+def test_a_program_that_fails_once_meets_at_the_address_that_was_typed_and_leaves_no_failure(
+    start: Start, tmp_path: Path
+) -> None:
+    """Beside the failure of a rank that this run does not have any more, and at any free port."""
+    (tmp_path / "failure-rank7.json").write_text('{"identifier": "out-of-memory", "what": "long ago"}')
+    (tmp_path / "token").write_text("of-the-run")
+    (tmp_path / "once").write_text("#!/bin/sh\nmkdir once-done 2>/dev/null && exit 1\nexit 0\n")
+    (tmp_path / "once").chmod(0o755)
+    here = ["--master_addr", "127.0.0.2", "--master_port", 0, "--token_file", "token", "--run_dir", "."]
+    launcher = start(*LAUNCH, 2, *here, "--max_restarts", 1, "--no_python", "./once", cwd=tmp_path)
+    assert launcher.wait(60) == 0
+    look = r"status --watch --master_addr 127.0.0.2 --master_port [1-9]\d+ --token_file token\n"
+    assert re.search(look, launcher.err)
+    assert not [path.name for path in tmp_path.glob("failure-rank?.json")]
+    runs = start(sys.executable, "-m", "ddp_manual", "runs", ".", cwd=tmp_path)
+    assert runs.wait(20) == 0 and f"\n  {tmp_path.name}  no failure " in runs.out
+
+
 def test_ctrl_c_while_torch_is_loaded_for_the_ranks_ends_all_within_5_seconds(launch: Start) -> None:
     launcher = launch(2, *LONGER, 200, max_restarts=3)
     launcher.wait_for("listening at")
