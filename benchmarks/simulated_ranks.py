@@ -81,6 +81,7 @@ def run_info(world_size: int) -> RunInfo:
         world_size=world_size,
         host="host0",
         pid=os.getpid(),
+        agent=os.getpid(),
         address="10.0.0.1",  # a coordinator on loopback refuses ranks of other hosts
         since=time.time(),
         command=f"python run_multi_gpu_train.py --world_size {world_size} --rank {{rank}} --master_addr 10.0.0.1",
@@ -101,6 +102,7 @@ def rank_infos(world_size: int) -> list[RankInfo]:
         host="host0",
         host_id="",
         pid=os.getpid(),
+        agent=os.getpid(),
         since=time.time(),
         address="10.0.0.1",
         answer_port=20000,

@@ -18,11 +18,6 @@ def process_stat(pid: int) -> list[str]:
         return []
 
 
-def parent(pid: int) -> int:
-    """Return the pid of the parent of a process; 0 if there is no such process."""
-    return int(next(iter(process_stat(pid)[1:]), "0"))
-
-
 def command_line(pid: int) -> bytes:
     """Return the arguments of a process; b"" if there is no such process, or it has ended."""
     with suppress(OSError):
@@ -35,8 +30,12 @@ def stopped_by(pid: int) -> str:
     fields = process_stat(pid)
     if not fields or fields[0] != "T":
         return ""
-    number = int(fields[-1])
-    return signal_name(number) if number else ""  # not all of its threads have stopped yet
+    if number := int(fields[-1]):
+        return signal_name(number)
+    with suppress(OSError):
+        if any(process_stat(int(thread))[:1] != ["T"] for thread in os.listdir(f"/proc/{pid}/task")):
+            return ""  # not all of its threads have stopped yet
+    return "Ctrl-Z or SIGSTOP"  # the kernel forgets the number once a shell knows of the stop
 
 
 def exit_status(pid: int) -> int | None:

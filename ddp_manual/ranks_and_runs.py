@@ -77,6 +77,8 @@ class RankInfo(Checked):
     host: Name
     pid: Count
     """The pid of the worker; that of its agent until the worker has started."""
+    agent: Count
+    """The pid of its agent."""
     world_size_source: Name = ""
     host_id: Name = ""
     """Differs between hosts even if their names do not: see ``machine.host_id``."""
@@ -276,6 +278,8 @@ class RunInfo(Checked):
     host: str
     pid: Count
     """The pid of rank 0's worker."""
+    agent: Count
+    """The pid of rank 0's agent."""
     address: str
     """The IP address rank 0 listens on."""
     since: float

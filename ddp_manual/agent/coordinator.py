@@ -21,7 +21,7 @@ from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.deadline import Waiting
 from ddp_manual.errors import DdpManualError
 from ddp_manual.messages import FromRank, FromStranger, Heartbeat, read_from_stranger
-from ddp_manual.process_status import command_line, parent, process_stat, stopped_by
+from ddp_manual.process_status import stopped_by
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import LONGEST_HELLO, Peer
 from ddp_manual.protocol.token_proof import Seal
@@ -43,15 +43,10 @@ MANY_RANKS = 256
 GATHER = 0.05
 
 
-def stopped_agent(worker: int) -> str:
-    """Say which signal has stopped the agent of a worker on this host, and what lets it go on; "" if none has."""
-    agent = parent(worker)
-    if command_line(agent) == command_line(worker):  # that is a spare worker, and this one is its fork
-        agent = parent(agent)
-    if process_stat(agent)[:1] != ["T"]:
-        return ""
-    signal = stopped_by(agent) or "Ctrl-Z"  # the kernel forgets the number once the shell knows of the stop
-    return f"{signal} has stopped its agent; kill -CONT {agent}, or fg in its terminal, lets it go on"
+def stopped_agent(pid: int) -> str:
+    """Say which signal has stopped an agent on this host, and what lets it go on; "" if none has."""
+    signal = stopped_by(pid)
+    return signal and f"{signal} has stopped its agent; kill -CONT {pid}, or fg in its terminal, lets it go on"
 
 
 class Coordinator:

@@ -82,7 +82,8 @@ class Join:
             rank=spec.rank,
             world_size=spec.world_size,
             host=machine.host_name(),
-            pid=os.getpid(),
+            pid=machine.own_pid(),
+            agent=machine.own_pid(),
             starts_again=spec.rank == 0 or task.launched is not None or spec.started_by is not None,
             goes_on=so_far,
         )

@@ -20,7 +20,16 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ddp_manual import atomic_files, from_agent, from_worker, messages, orphans, run_folder, signal_handlers
+from ddp_manual import (
+    atomic_files,
+    from_agent,
+    from_worker,
+    messages,
+    orphans,
+    process_status,
+    run_folder,
+    signal_handlers,
+)
 from ddp_manual.agent.coordinator import stopped_agent
 from ddp_manual.agent.join import Join
 from ddp_manual.agent.leave import Leave
@@ -94,8 +103,11 @@ class Agent:
                     step.detail = f"up to {raise_descriptor_limit(self.spec)}"
                 self.worker = self._start_worker(self.held)
                 if self.task.launched is None and not self.worker.has_started_its_agent:
-                    self.witness = signal_handlers.Witness(own_session=False)
+                    words = process_status.command_line(self.worker.pid)
+                    self.witness = signal_handlers.Witness(own_session=False, words=words)
             except Exception as error:
+                if isinstance(error, OSError):
+                    self.protocol.cannot_start_worker(error, time.monotonic())
                 self._ending.fail(error)
                 ended = await self._ending.wait()
                 assert ended.error is not None
@@ -162,7 +174,7 @@ class Agent:
     def stopped_rank_0(self, run: RunInfo) -> str:
         """Say which signal has stopped rank 0's agent, if it is on this host; "" if none has."""
         is_here = run.only_on_its_host or run.address in own_addresses()
-        return stopped_agent(run.pid) if is_here else ""
+        return stopped_agent(run.agent) if is_here else ""
 
     def have_it_load(self) -> None:
         """Tell the worker what to load; rank 0's worker hosts torch's store at rank 0's address."""
@@ -268,7 +280,7 @@ class Agent:
         try:
             self.worker = self._start_worker(self.held)
         except OSError as error:
-            self.protocol.cannot_replace_worker(error, time.monotonic())
+            self.protocol.cannot_start_worker(error, time.monotonic())
             return
         await self._attach()
         self.protocol.worker_replaced()

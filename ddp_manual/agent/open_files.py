@@ -14,16 +14,21 @@ CONNECTIONS_PER_RANK = 2
 OWN_DESCRIPTORS = 100
 
 
+def raise_soft_limit() -> tuple[int, int]:
+    """Raise the soft limit of open files to the hard limit; return the two."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS calls its hard limit unlimited, and accepts only a lower one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
 def raise_descriptor_limit(spec: WorldSpec) -> str:
     """Raise the soft limit of open files to the hard limit, and return it.
 
     Raises:
         BadOption: rank 0 could not hold the connections of all ranks.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS calls its hard limit unlimited, and accepts only a lower one
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = raise_soft_limit()
     if soft == resource.RLIM_INFINITY:
         return "unlimited"
     needed = OWN_DESCRIPTORS + CONNECTIONS_PER_RANK * spec.world_size

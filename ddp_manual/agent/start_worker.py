@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import orphans
+from ddp_manual import from_worker, orphans
+from ddp_manual.agent.open_files import raise_soft_limit
 from ddp_manual.agent.program_source import forkable_imports
 from ddp_manual.agent.worker_process import LOOK_EVERY, Worker
 from ddp_manual.environment import variables_for_a_rank
@@ -80,11 +81,15 @@ class ForkedWorker(Worker):
     """A worker that exists only once its forker has imported torch; its first message shows that it exists. Until then
     ``process`` is the forker, which ends if it cannot import torch."""
 
+    @property
+    def exists(self) -> bool:
+        return from_worker.Born in self.said
+
     async def _watch(self, gone: Callable[[], None]) -> None:
-        while not self.said and not self.is_gone:
+        while not self.exists and not self.is_gone:
             await asyncio.sleep(0.01)
         forker, self._process = self._process, None
-        if self.said:
+        if self.exists:
             await super()._watch(gone)
             return
         await asyncio.sleep(LOOK_EVERY)  # the forked child has ended, or the forker is about to end
@@ -93,11 +98,11 @@ class ForkedWorker(Worker):
         gone()
 
     def signal(self, number: int) -> None:
-        if self.said:  # before that, ``pid`` is the forker's
+        if self.exists:  # before that, ``pid`` is the forker's
             super().signal(number)
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:
-        if self.said:
+        if self.exists:
             await super().end(error, own=own)
         else:  # a worker that is forked later finds the channel closed, and ends
             self.close()
@@ -115,6 +120,7 @@ class Forker(Starter):
         self._fork()
 
     def _fork(self) -> None:
+        raise_soft_limit()  # its forks inherit the limit of open files
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = self._new_python([theirs.fileno()], self._words)

@@ -73,6 +73,7 @@ class Task:
             world_size=spec.world_size,
             host=rank_0.host,
             pid=rank_0.pid,
+            agent=rank_0.agent,
             address=address,
             since=rank_0.since,
             command=_cut(command),

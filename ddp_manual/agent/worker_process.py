@@ -145,8 +145,9 @@ class Worker:
 
         def look() -> None:
             if self._command and not self.ended and process_status.command_line(self.pid) not in (b"", self._command):
-                self.hears, self._is_replaced = False, True
-                take(from_worker.Replaced())
+                is_other, self.hears, self._is_replaced = self.hears, False, True
+                if is_other:  # an executable has been another program all the time
+                    take(from_worker.Replaced())
 
         asyncio.get_running_loop().call_later(REPLACED_AFTER, look)
 
@@ -204,9 +205,17 @@ class Worker:
         if self._connection is not None:
             self._connection.write(encode_local(message))
 
+    @property
+    def exists(self) -> bool:
+        """Whether ``pid`` is known to be the worker's."""
+        return bool(self.said)
+
     def signal_all(self, number: int) -> None:
-        """Send a signal to the program; if it has a session of its own, also to the processes in its process group."""
-        if self.copies and self.said:
+        """Send a signal to the program. If it has a session of its own, Ctrl-C goes to all processes in its process
+        group, as in a terminal; so does what ends an executable, which may be a shell with the program below it.
+        Python is left to end what it has started: a DataLoader's process that SIGTERM ends makes a save fail."""
+        to_group = number in (signal.SIGINT, signal.SIGKILL) or (number != signal_handlers.SAVE and not self.hears)
+        if self.copies and self.exists and to_group:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
         else:
@@ -224,7 +233,7 @@ class Worker:
     @property
     def ran_out_of_memory(self) -> bool:
         """Whether the kernel's OOM killer has struck in its memory cgroup since it was started."""
-        return self.status == -signal.SIGKILL and self._oom_kills.any()
+        return self.status in (None, -signal.SIGKILL) and self._oom_kills.any()
 
     @property
     def crash_stack(self) -> str:
@@ -241,7 +250,7 @@ class Worker:
 
     async def silence(self, *, grace: float = TERM_GRACE) -> None:
         """Have the program end within ``grace`` seconds, so that it writes no more: its agent prints the last lines."""
-        if self.said:
+        if self.exists:
             await self._end_program(grace)
 
     async def end(self, error: DdpManualError | None, *, own: bool) -> None:

@@ -27,6 +27,11 @@ def host_id() -> str:
     return "/".join(parts)
 
 
+def own_pid() -> int:
+    """Return the pid of this process."""
+    return os.getpid()
+
+
 def in_container() -> bool:
     """Return whether Docker or Podman has started this process in a container."""
     return os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv")

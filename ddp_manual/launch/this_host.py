@@ -136,7 +136,8 @@ class Ranks:
             self.starter = Forker(program, nproc) if job.forks else Starter(program, nproc)
             stack.enter_context(closing(self.starter))
             if job.program is not None:
-                self._witness = stack.enter_context(closing(signal_handlers.Witness(own_session=True)))
+                words = b"" if job.forks else f"runs={program.name}".encode()
+                self._witness = stack.enter_context(closing(signal_handlers.Witness(own_session=True, words=words)))
             yield
 
     async def attempt(self, restarts: int, tell: Tell) -> None:

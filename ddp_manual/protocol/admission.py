@@ -43,7 +43,7 @@ def _taken(roll_call: RollCall, info: RankInfo, holder: RankInfo, *, frozen: boo
         odd += "\nit was given to that process while this one was cut off or frozen"
         next = "nothing: the run goes on without this process"
     elif frozen:
-        next = f"on {holder.host}:\n{whole(f'kill -9 {holder.pid}')}\nthen start this rank again"
+        next = f"on {holder.host}:\n{whole(f'kill -9 {holder.agent}')}\nthen start this rank again"
     elif not roll_call.all_here:
         next = roll_call.run.command_for(roll_call.missing[0])
     else:

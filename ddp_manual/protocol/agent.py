@@ -283,10 +283,10 @@ class AgentProtocol:
         if isinstance(self._rank.state, states.Replacing):
             self._rank.enter(states.Waiting(lost_at=self._rank.lost_rank_0_at))
 
-    def cannot_replace_worker(self, error: OSError, now: float) -> None:
-        """Note that no other worker can be started, such as because of EMFILE."""
+    def cannot_start_worker(self, error: OSError, now: float) -> None:
+        """Note that no worker can be started, such as because of EMFILE."""
         self._rank.now = now
-        self._explanation.no_other_worker(error)
+        self._explanation.no_worker(error)
 
     def _look_for_rank_0(self, why: str, stopped: str = "") -> None:
         """Keep the state, and say hello again where rank 0 is expected; ``stopped`` says what has stopped it."""

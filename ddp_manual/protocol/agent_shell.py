@@ -89,7 +89,7 @@ class Shell(Protocol):
 
     def replace_worker(self, number: int) -> None:
         """End the worker, call ``worker_ended``, and start another one; then call ``worker_replaced``, or
-        ``cannot_replace_worker``."""
+        ``cannot_start_worker``."""
 
     def end_worker(self) -> None:
         """End the worker, and start no other one yet."""

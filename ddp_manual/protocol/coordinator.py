@@ -50,7 +50,7 @@ class CoordinatorProtocol:
         folder_of: returns the folder for the files of a run that this rank takes over, and whether it is not the named
             one because another run is in that.
         show: shows the run, with the fields that it is given, to an observer; it limits the time that this takes.
-        stopped: returns which signal has stopped the agent of the worker with this pid on this host; "" if none has.
+        stopped: returns which signal has stopped the agent with this pid on this host; "" if none has.
     """
 
     def __init__(

@@ -277,7 +277,7 @@ class Watch:
     def _lose_silent(self, rank: int, seconds: float, why: Sequence[str]) -> None:
         """End the run because of a rank that has said nothing for these seconds."""
         info = self._info(rank)
-        process = f"whether its process runs:\n{whole(f'ps -o stat= -p {info.pid}')}"
+        process = f"whether its process runs:\n{whole(f'ps -o stat= -p {info.agent}')}"
         last_seen = f"it was {self.health.beat(rank).last_seen()}, when it was last heard"
         next = f"look whether {info.host} can be reached, and {process}"
         if stopped := self._roll_call.stopped(rank):

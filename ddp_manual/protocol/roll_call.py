@@ -299,7 +299,7 @@ class RollCall:
     def stopped(self, rank: int) -> str:
         """Say which signal has stopped the agent of a rank, as Ctrl-Z does, if that can be seen on rank 0's host."""
         info = self.info(rank) if rank in self.members else self.rank_0
-        return self._stopped(info.pid) if info.host_id == self.rank_0.host_id and info.rank == rank else ""
+        return self._stopped(info.agent) if info.host_id == self.rank_0.host_id and info.rank == rank else ""
 
     def silent(self, now: float) -> list[int]:
         """Return the ranks, without rank 0, that have been silent for too long."""

@@ -147,12 +147,12 @@ class Explanation:
         else:
             self._ask_for_verdict(error, judged=True)
 
-    def no_other_worker(self, error: OSError) -> None:
-        """End because no other worker can be started."""
+    def no_worker(self, error: OSError) -> None:
+        """End because no worker can be started."""
         info = self._shell.info
-        what = f"cannot start another worker: {error.strerror}"
+        what = f"cannot start a worker: {error.strerror}"
         next = f"look at the limits of {info.host}: ulimit -a, free\nthen {self._rank.again}"
-        lost = verdict_words.lost_rank(info, what, why="its worker was to be replaced", next=next)
+        lost = verdict_words.lost_rank(info, what, why="a limit of its host is reached", next=next)
         self._ask_for_verdict(lost, judged=True)
 
     def _ask_for_verdict(

@@ -25,7 +25,11 @@ if __name__ == "__main__":
 from ddp_manual import orphans, signal_handlers, terminal
 from ddp_manual.environment import variables_for_a_rank
 from ddp_manual.environment.start_python import become_new_python
+from ddp_manual.errors import PeerLost
+from ddp_manual.from_worker import Failed
 from ddp_manual.program import EXECUTABLE
+from ddp_manual.ranks_and_runs import LastWords
+from ddp_manual.wire import encode_local
 
 
 def serve_forks(control: socket.socket) -> tuple[int, Sequence[int]]:
@@ -39,9 +43,14 @@ def serve_forks(control: socket.socket) -> tuple[int, Sequence[int]]:
         with suppress(ChildProcessError):  # no child is left; this reaps workers whose agents have seen their end
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if os.fork() == 0:
-            control.close()
-            return before, descriptors
+        try:
+            if os.fork() == 0:
+                control.close()
+                return before, descriptors
+        except OSError as error:  # at a limit of processes or memory
+            next = "look at the limits of its host: ulimit -a, free"
+            refused = PeerLost(f"no process can be forked for its worker: {error.strerror}", why="", next=next)
+            os.write(descriptors[0], encode_local(Failed(LastWords.of(refused))))
         for descriptor in descriptors:
             os.close(descriptor)
         before += 1

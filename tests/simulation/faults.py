@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tests.simulation.run import Run
 
 
+# The pid of the first agent that is typed; launches have one each.
+FIRST_AGENT = 101
 # The faults that strike even if their rank does not run.
 OF_NO_RANK = ("garbage", "mute stranger", "type with", "type without the token", "listener", "name")
 
@@ -139,9 +141,9 @@ class Faults:
             self._run.people.end_processes(one)
             self._run.see(one.who, "*** killed")
 
-    def stopped_agent(self, worker: int) -> str:
-        """Say which signal has stopped the agent of a worker, as /proc does."""
-        is_stopped = self._run.programs[worker].rank.process.frozen
+    def stopped_agent(self, pid: int) -> str:
+        """Say which signal has stopped an agent, as /proc does."""
+        is_stopped = self._run.ranks[pid - FIRST_AGENT].process.frozen
         return "SIGSTOP has stopped its agent; kill -CONT lets it go on" if is_stopped else ""
 
     def _freeze_agent(self, fault: Fault, rank: Rank) -> None:

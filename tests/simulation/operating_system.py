@@ -33,6 +33,7 @@ from ddp_manual.launch import this_host
 from ddp_manual.protocol import admission
 from ddp_manual.protocol import reachability as rounds
 from ddp_manual.rank_options import WorldSpec
+from tests.simulation.faults import FIRST_AGENT
 from tests.simulation.moments import watched
 from tests.simulation.network import Host, Listener
 from tests.simulation.people import COLUMNS
@@ -48,7 +49,7 @@ class Witness:
 
     pid = 0
 
-    def __init__(self, *, own_session: bool) -> None:
+    def __init__(self, *, own_session: bool, words: bytes) -> None:
         self._own_session = own_session
 
     def was_sent_to(self, number: int, program: int) -> bool:
@@ -88,6 +89,11 @@ def patched(run: Run) -> Iterator[None]:
     def here() -> Host:
         process = PROCESS.get()
         return next(rank.host for rank in run.ranks if rank.process is process)
+
+    def own_pid() -> int:
+        """Return the pid of an agent, or of the ``launch`` with several."""
+        process = PROCESS.get()
+        return FIRST_AGENT + next(number for number, rank in enumerate(run.ranks) if rank.process is process)
 
     def detail(begins: str, usual: str) -> str:
         """Return the ``detail`` of the running rank without ``begins``, or ``usual`` if it begins otherwise."""
@@ -171,6 +177,7 @@ def patched(run: Run) -> Iterator[None]:
             {
                 "host_name": lambda: here().name,
                 "host_id": lambda: here().name,
+                "own_pid": own_pid,
                 "likely_backend": lambda device, backend: "gloo",
             },
         ),

@@ -124,7 +124,7 @@ def as_sent(message: messages.RecordsReply) -> messages.RecordsReply:
 def watched(size: int = 2, **options: Any) -> tuple[Watch, list[Any]]:
     """A watch over two ranks, and what it has sent: the roll call and the connections are stand-ins."""
     sent: list[Any] = []
-    infos = [RankInfo(rank=rank, world_size=size, host="h", pid=rank) for rank in range(size)]
+    infos = [RankInfo(rank=rank, world_size=size, host="h", pid=rank, agent=0) for rank in range(size)]
     run = replace(run_info(), world_size=size, **options)
     roll_call: Any = SimpleNamespace(run=run, info=infos.__getitem__, infos=lambda: infos, works=True)
     roll_call.hear, roll_call.stopped = (lambda rank, now: None), (lambda rank: "")

@@ -5,8 +5,25 @@ from __future__ import annotations
 import asyncio
 import gc
 import warnings
+from unittest.mock import Mock
+
+import pytest
 
 from ddp_manual.agent.rank_result import Ending
+from ddp_manual.protocol.how_a_worker_ended import lost
+from ddp_manual.ranks_and_runs import Beat
+from tests.runs import info
+
+
+@pytest.mark.parametrize("status", [-9, None], ids=["a child", "a script whose shell has taken its status"])
+def test_a_worker_that_ended_for_want_of_memory_is_told_so(status: int | None) -> None:
+    error = lost(
+        info(1, "a"),
+        Mock(status=status, ran_out_of_memory=True, crash_stack="", beat=Beat()),
+        "start all ranks again",
+        replaced=False,
+    )
+    assert error.what.endswith("is gone: SIGKILL, since memory ran out") and error.exit_code == 137
 
 
 def test_what_is_cancelled_before_its_turn_warns_of_nothing() -> None:

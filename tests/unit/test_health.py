@@ -118,7 +118,8 @@ def test_a_rank_whose_own_wait_is_a_heartbeat_shorter_than_that_of_who_waits_for
 def test_ranks_that_wait_on_different_lines_are_shown_with_one_stack_per_line_and_an_explanation() -> None:
     def named(*places: str, fewer: Sequence[int] = ()) -> str:
         health = health_of(*(training(7, 8, inside=True, place=place) for place in places))
-        infos = [RankInfo(rank=rank, world_size=len(places), host="vm", pid=10 + rank) for rank in range(len(places))]
+        size = len(places)
+        infos = [RankInfo(rank=rank, world_size=size, host="vm", pid=10 + rank, agent=0) for rank in range(size)]
         stall = Stall(waiting=[*range(len(places))], behind=[], seconds=300.0, fewer=fewer)
         stacks = {rank: f"stack {rank}" for rank in verdict_words.one_per_place(stall, health)}
         roll_call: Any = SimpleNamespace(run=RUN, info=infos.__getitem__)
@@ -300,7 +301,7 @@ def test_a_line_says_that_ranks_wait_and_for_how_long_they_still_may(counts: dic
     """The roll call and the connections are stand-ins: only what is sent matters here."""
     sent: list[Any] = []
     run = replace(RUN, world_size=1 + max(counts), **OF_SCRIPT)
-    infos = [RankInfo(rank=rank, world_size=3, host="vm", pid=rank) for rank in range(run.world_size)]
+    infos = [RankInfo(rank=rank, world_size=3, host="vm", pid=rank, agent=0) for rank in range(run.world_size)]
     roll_call = SimpleNamespace(run=run, works=True, info=None, infos=lambda: infos, hear=lambda *_: None)
     roll_call.members = {rank: SimpleNamespace(heard=0.0) for rank in counts}
     write = lambda line: sent.append(json.loads(line)["text"])  # noqa: E731

@@ -57,7 +57,7 @@ def test_all_ranks_are_started_again_unless_rank_0_starts_the_failed_one_again(o
 
 @pytest.mark.parametrize(("exit_code", "again"), [(143, False), (137, True)])
 def test_after_a_death_on_another_host_ranks_start_again_if_they_do_so_there(exit_code: int, again: bool) -> None:
-    about = RankInfo(rank=1, world_size=2, host="hostB", pid=4711)
+    about = RankInfo(rank=1, world_size=2, host="hostB", pid=4711, agent=4710)
     error = lost_rank(about, "rank 1 is gone", why="", next="")
     error.exit_code = exit_code
     verdict = verdict_about(about, LastWords.of(error))

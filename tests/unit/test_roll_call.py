@@ -259,7 +259,7 @@ def test_only_rank_0s_own_agent_can_be_rank_0() -> None:
 def test_status_says_of_a_silent_rank_beside_rank_0_that_a_signal_has_stopped_it() -> None:
     rank_0 = Rank0()
     rank_0.stopped.side_effect = "SIGTSTP has stopped the agent of {}".format
-    for silent in (info(1, "b", pid=7), info(2, "a", pid=8)):
+    for silent in (info(1, "b", agent=7), info(2, "a", agent=8)):
         rank_0.hello(silent)
     rank_0.decides._silence.look({0: 12.0, 1: 0.0, 2: 0.0}, replace(RUN, peer_timeout=60.0), 12.0)
     assert rank_0.decides.describe(12.0)["stopped"] == ["rank 2 is silent: SIGTSTP has stopped the agent of 8"]

@@ -122,6 +122,60 @@ def test_a_program_that_fails_once_meets_at_the_address_that_was_typed_and_leave
     assert runs.wait(20) == 0 and f"\n  {tmp_path.name}  no failure " in runs.out
 
 
+def test_a_program_saves_and_stops_with_its_child_alive_and_may_open_as_many_files_as_by_hand(
+    start: Start, tmp_path: Path
+) -> None:
+    """SIGTERM comes by the script's name, which is on the command line of ``launch``, and not on that of a fork."""
+    script = tmp_path / "saves.py"
+    script.write_text(
+        "import resource, signal, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('saves', child.poll(), flush=True))\n"
+        "def stop(*_):\n"
+        "    time.sleep(0.5)\n"
+        "    sys.exit(f'stops {child.poll()}')\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "print('ready', *resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)\n"
+        "while True: time.sleep(0.1)\n"
+    )
+    launcher = start("sh", "-c", 'ulimit -Sn 512; exec "$@"', "sh", *LAUNCH, 1, script)
+    launcher.wait_for("ready")
+    launcher.process.send_signal(signal.SIGUSR1)
+    launcher.wait_for("saves None")
+    for process in psutil.process_iter(["cmdline"]):
+        if str(script) in (process.info["cmdline"] or []):
+            process.terminate()
+    assert launcher.wait(20) == 143
+    soft, hard = launcher.out.split("ready ")[1].split()[:2]
+    assert soft == hard and "stops None" in launcher.err
+
+
+def test_a_host_that_forks_no_more_is_named_by_the_rank_that_it_has_no_process_for(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import errno, os, sys\n"
+        "if 'ranks=2' in sys.argv:\n"
+        "    fork, forks = os.fork, []\n"
+        "    def limited():\n"
+        "        forks.append(1)\n"
+        "        if len(forks) == 2: raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))\n"
+        "        return fork()\n"
+        "    os.fork = limited\n"
+    )
+    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
+    launcher = start(*LAUNCH, 2, tmp_path / "script.py", PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    assert launcher.wait(30) == 14
+    assert "no process can be forked for its worker: Resource temporarily unavailable" in launcher.err
+    assert "look at the limits of its host" in launcher.err and "Traceback" not in launcher.err
+
+
+def test_an_executable_may_close_what_it_has_inherited(start: Start) -> None:
+    program = "import os, time; os.closerange(3, 256); time.sleep(1.5)"
+    launcher = start(*LAUNCH, 2, "--no_python", sys.executable, "-c", program)
+    assert launcher.wait(30) == 0 and "has become another" not in launcher.err
+
+
 def test_ctrl_c_while_torch_is_loaded_for_the_ranks_ends_all_within_5_seconds(launch: Start) -> None:
     launcher = launch(2, *LONGER, 200, max_restarts=3)
     launcher.wait_for("listening at")
