@@ -27,15 +27,16 @@ def command_line(pid: int) -> bytes:
 
 def stopped_by(pid: int) -> str:
     """Return the name of the signal that has stopped a process; "" while it runs."""
-    fields = process_stat(pid)
-    if not fields or fields[0] != "T":
+    if process_stat(pid)[:1] != ["T"]:
         return ""
-    if number := int(fields[-1]):
-        return signal_name(number)
     with suppress(OSError):
         if any(process_stat(int(thread))[:1] != ["T"] for thread in os.listdir(f"/proc/{pid}/task")):
             return ""  # not all of its threads have stopped yet
-    return "Ctrl-Z or SIGSTOP"  # the kernel forgets the number once a shell knows of the stop
+    fields = process_stat(pid)
+    if fields[:1] != ["T"]:
+        return ""
+    # The kernel forgets the number once a shell knows of the stop.
+    return signal_name(int(fields[-1])) if int(fields[-1]) else "a stop signal (such as Ctrl-Z)"
 
 
 def exit_status(pid: int) -> int | None:

@@ -14,8 +14,8 @@ from ddp_manual.errors import BadOption
 from ddp_manual.on_rank_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.option_fields import Options, number_below, option, option_fields
 
-# What a process that only looks at a run needs to know.
-WHERE_RANKS_MEET = ("master_addr", "master_port")
+# What a process that only looks at a run is not.
+OF_ONE_RANK = ("rank", "local_rank")
 # The ranks of a run need not agree on these.
 identity = partial(option, group="identity", shared=False)
 rendezvous = partial(option, group="rendezvous", shared=False)
@@ -159,8 +159,8 @@ class WorldSpec(Options):
         typed = {name: value for name, value in flags.items() if value is not None}
         by_hand = not is_rank or "rank" in typed
         variables = user_variables.variables()
-        names = launcher_variables.TORCHRUN
-        of_hand = partial(launcher_variables.read, names if is_rank else {one: names[one] for one in WHERE_RANKS_MEET})
+        names = {one: name for one, name in launcher_variables.TORCHRUN.items() if is_rank or one not in OF_ONE_RANK}
+        of_hand = partial(launcher_variables.read, names)
         found = (of_hand if by_hand else launcher_variables.of_started_rank)(variables)
         values, sources = launcher_variables.with_flags(found, typed)
         rank = found.get("rank")

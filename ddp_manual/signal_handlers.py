@@ -14,9 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -34,6 +33,14 @@ NOTHING_TO_SAVE = "nothing to save, since this rank is not training"
 ONCE_WITHIN = 0.3
 # Seconds in which a signal that is sent to all processes of a rank, one by one, has come to each of them.
 SENT_TO_ALL_WITHIN = 0.1
+
+COLLECT_SIGNALS = f"""
+import signal
+while True:
+    signal.sigwait([{STACKS:d}])
+    while signal.sigtimedwait({[*map(int, BLOCKED_AT_START)]}, 0):
+        pass
+"""
 
 _sigterm_without_us: list[Any] = []
 """For each handler of SIGTERM that this package has set, the handler before it; the first is the user's own."""
@@ -176,10 +183,10 @@ class Witness:
 
     Args:
         own_session: whether workers have sessions of their own, so that no signal to this process's group reaches them.
-        words: those on a worker's command line, with a NUL after each.
+        words: what is on a worker's command line, by which somebody may look for it.
     """
 
-    def __init__(self, *, own_session: bool, words: bytes) -> None:
+    def __init__(self, *, own_session: bool, words: Sequence[str]) -> None:
         self._answers: dict[int, tuple[float, bool]] = {}
         self._own_session = own_session
         self.pid, parent = 0, os.getpid()
@@ -223,30 +230,14 @@ class Witness:
                 os.waitpid(self.pid, 0)
 
 
-def _look_like_a_worker(words: bytes) -> None:
-    """Take the name of a worker, as pkill and killall see it, and as much of its command line as there is room for."""
-    import ctypes  # takes 2 ms, which --help does without
-
-    Path("/proc/self/comm").write_text(os.path.basename(sys.executable))
-    first, end = map(int, process_status.process_stat(os.getpid())[45:47])  # where its arguments are in its memory
-    last_first = reversed(words.rstrip(b"\0").split(b"\0"))  # the last are runs= and kind=
-    shown = b"\0".join([b"python", b"ddp_manual/worker", *last_first])
-    ctypes.memmove(first, shown[: end - first - 1].ljust(end - first, b"\0"), end - first)
-
-
-def _collect_signals(parent: int, words: bytes, *, own_session: bool) -> NoReturn:
-    """Be the witness, a fork of ``parent`` that is as good as idle, until the kernel or ``parent`` kills it."""
+def _collect_signals(parent: int, words: Sequence[str], *, own_session: bool) -> NoReturn:
+    """Be the witness, which is as good as idle, until the kernel or ``parent``, whose fork this is, kills it."""
     try:
-        with suppress(OSError, ValueError):  # without /proc
-            _look_like_a_worker(words)
         os.closerange(0, 1 << 16)
         if own_session:
             os.setsid()
         orphans.die_with_parent(parent)
-        while True:
-            signal.sigwait([STACKS])
-            while signal.sigtimedwait(BLOCKED_AT_START, 0):
-                pass
+        os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", COLLECT_SIGNALS, *words])
     finally:
         os.kill(os.getpid(), signal.SIGKILL)
 

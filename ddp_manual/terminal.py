@@ -67,6 +67,17 @@ class _Log(logging.Handler):
 log = _Log()
 
 
+def open_what_is_closed() -> None:
+    """Open /dev/null in place of each standard stream that is closed, here and in what this process starts: no file and
+    no socket gets its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w", closefd=False), sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def tag(rank: int) -> str:
     return f"[rank {rank}]"
 

@@ -99,10 +99,8 @@ class Leave:
             await self._explain(error, in_folder=not leaves_no_folder)
         own = error is not None and error is rank.work.own_words
         await worker.end(error, own=own)
-        if error is None:
-            agent.set_failures_aside()  # of ranks without which the others have gone on
-            if left := worker.children.ended:
-                agent.log(f"ended what was left running: {', '.join(left)}")
+        if error is None and (left := worker.children.ended):
+            agent.log(f"ended what was left running: {', '.join(left)}")
         await self._let_others_read()
         if error is not None and join.info.rank == 0 and leaves_no_folder:
             run_folder.RunPaths(Path(str(rank.run_dir))).remove_start()

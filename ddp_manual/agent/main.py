@@ -26,7 +26,6 @@ from ddp_manual import (
     from_worker,
     messages,
     orphans,
-    process_status,
     run_folder,
     signal_handlers,
 )
@@ -36,6 +35,7 @@ from ddp_manual.agent.leave import Leave
 from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.agent.open_files import raise_descriptor_limit
 from ddp_manual.agent.rank_result import Ended, Ending
+from ddp_manual.agent.start_worker import PROGRAM, words_of
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import DdpManualError, Stopped
@@ -103,7 +103,7 @@ class Agent:
                     step.detail = f"up to {raise_descriptor_limit(self.spec)}"
                 self.worker = self._start_worker(self.held)
                 if self.task.launched is None and not self.worker.has_started_its_agent:
-                    words = process_status.command_line(self.worker.pid)
+                    words = [str(PROGRAM), *words_of(self.task.program)] if self.task.program is not None else []
                     self.witness = signal_handlers.Witness(own_session=False, words=words)
             except Exception as error:
                 if isinstance(error, OSError):
@@ -198,16 +198,12 @@ class Agent:
                 "all ranks are" if place.world_size == whole_world else f"{place.world_size} of {whole_world} ranks are"
             )
             self.log(f"{here} here after {seconds}: starting {self.task.name} as {who}")
-            self.set_failures_aside()
+            if run_dir is not None and self.rank.is_own_folder:  # our training does so for itself
+                is_rank_0 = coordinator is not None
+                run_folder.RunPaths(Path(run_dir)).set_failures_aside(self.spec.rank, 0 if is_rank_0 else None)
         own = self.join.own_address
         message = from_agent.TakePlace(placed, self.rank.is_own_folder, own.variables, own.wrong_for_nccl)
         self.worker.send(message)
-
-    def set_failures_aside(self) -> None:
-        """Rename what ranks of a program have left when they failed before; our training does so for itself."""
-        run_dir, rank = self.rank.run_dir, self.spec.rank
-        if self.task.name and run_dir is not None and self.rank.is_own_folder:
-            run_folder.RunPaths(Path(run_dir)).set_failures_aside(rank, None if rank else 0)
 
     # -- what ``AgentProtocol`` asks, and has the agent do ---------------------------------------------------------
 

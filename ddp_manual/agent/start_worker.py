@@ -27,6 +27,11 @@ from ddp_manual.rank_output import RankOutput, copies
 PROGRAM = Path(__file__).parent.parent / "worker"
 
 
+def words_of(program: Program) -> list[str]:
+    """Return what the command line of a worker says of its program, for ps and pkill."""
+    return [f"runs={program.name}", f"kind={program.kind}"]
+
+
 class Starter:
     """Starts workers, each as a new Python.
 
@@ -69,7 +74,7 @@ class Starter:
         return self._new_python(descriptors, who, **dict(zip(("stdout", "stderr"), pipes, strict=False)))
 
     def _new_python(self, descriptors: Sequence[int], who: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
-        runs = [f"runs={self._program.name}", f"kind={self._program.kind}"]
+        runs = words_of(self._program)
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True} if self._nproc else {}
         with variables_for_a_rank.clean_variables(self._nproc) if self._nproc else nullcontext():
             process = start_python(PROGRAM, descriptors, [*who, *runs], **{**options, **streams})

@@ -212,9 +212,9 @@ class Worker:
 
     def signal_all(self, number: int) -> None:
         """Send a signal to the program. If it has a session of its own, Ctrl-C goes to all processes in its process
-        group, as in a terminal; so does what ends an executable, which may be a shell with the program below it.
+        group, as in a terminal; of an executable, which may be a shell with the program below it, each signal does.
         Python is left to end what it has started: a DataLoader's process that SIGTERM ends makes a save fail."""
-        to_group = number in (signal.SIGINT, signal.SIGKILL) or (number != signal_handlers.SAVE and not self.hears)
+        to_group = number in (signal.SIGINT, signal.SIGKILL) or not self.hears
         if self.copies and self.exists and to_group:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)

@@ -79,8 +79,7 @@ for command in IN_THE_USUAL_ORDER:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command, print the error that it raises, and return the exit status."""
-    # A closed descriptor is opened again, also so that no file or socket gets its number.
-    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    terminal.open_what_is_closed()
     terminal.escape_what_cannot_be_shown()
     try:
         with signal_handlers.raise_on_stop():

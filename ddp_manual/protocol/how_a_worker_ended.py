@@ -23,11 +23,11 @@ def lost(info: RankInfo, worker: WorkerSeen, again: str, *, replaced: bool) -> D
     Args:
         replaced: whether its program had become another one by exec, on rank 0.
     """
-    ran_out, stack = worker.ran_out_of_memory, worker.crash_stack
-    status = -signal.SIGKILL if ran_out else worker.status
+    status, stack, ran_out = worker.status, worker.crash_stack, worker.ran_out_of_memory
     next = "look at its last lines"
     if status is None:
-        what, why = "its process has ended", "nobody could see how it ended"
+        counted = "; since it was started, its memory cgroup counts one more oom_kill" if ran_out else ""
+        what, why = "its process has ended", f"nobody could see how it ended{counted}"
     elif ran_out:
         what = f"{signal_name(-status)}, since memory ran out"
         why = "the kernel's OOM killer ended it: its memory cgroup counts one more oom_kill"

@@ -6,6 +6,7 @@ Whoever knows better is waited for: rank 0, which hears of all ranks, and a work
 
 from __future__ import annotations
 
+import errno
 import signal
 from functools import partial
 
@@ -23,6 +24,8 @@ from ddp_manual.ranks_and_runs import LastWords, Verdict, more_seconds
 VERDICT_WITHIN = 2.5
 # Seconds in which a worker may find the same error that another rank has failed with, and say so itself.
 SAME_WITHIN = 0.5
+# What the system answers where it has no room for one more process.
+AT_A_LIMIT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 
 
 class Explanation:
@@ -150,9 +153,11 @@ class Explanation:
     def no_worker(self, error: OSError) -> None:
         """End because no worker can be started."""
         info = self._shell.info
-        what = f"cannot start a worker: {error.strerror}"
-        next = f"look at the limits of {info.host}: ulimit -a, free\nthen {self._rank.again}"
-        lost = verdict_words.lost_rank(info, what, why="a limit of its host is reached", next=next)
+        why, next = str(error), "repair what that names"
+        if error.errno in AT_A_LIMIT:
+            why, next = "a limit of its host is reached", f"look at the limits of {info.host}: ulimit -a, free"
+        what = f"cannot start a worker: {error.strerror or error}"
+        lost = verdict_words.lost_rank(info, what, why=why, next=f"{next}\nthen {self._rank.again}")
         self._ask_for_verdict(lost, judged=True)
 
     def _ask_for_verdict(

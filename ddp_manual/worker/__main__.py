@@ -50,7 +50,8 @@ def serve_forks(control: socket.socket) -> tuple[int, Sequence[int]]:
         except OSError as error:  # at a limit of processes or memory
             next = "look at the limits of its host: ulimit -a, free"
             refused = PeerLost(f"no process can be forked for its worker: {error.strerror}", why="", next=next)
-            os.write(descriptors[0], encode_local(Failed(LastWords.of(refused))))
+            with suppress(OSError):  # its agent has given it up meanwhile
+                os.write(descriptors[0], encode_local(Failed(LastWords.of(refused))))
         for descriptor in descriptors:
             os.close(descriptor)
         before += 1

@@ -10,7 +10,7 @@ import itertools
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -49,7 +49,7 @@ class Witness:
 
     pid = 0
 
-    def __init__(self, *, own_session: bool, words: bytes) -> None:
+    def __init__(self, *, own_session: bool, words: Sequence[str]) -> None:
         self._own_session = own_session
 
     def was_sent_to(self, number: int, program: int) -> bool:

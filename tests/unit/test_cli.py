@@ -232,6 +232,8 @@ def test_a_full_stdout_is_an_error_and_a_closed_pipe_ends_quietly(two_runs: list
     os.close(writer)
     ended = run(["sh", "-c", 'exec "$@" >&-', "sh", *compare])
     assert (ended.returncode, ended.stderr) == (0, "")
+    ended = run(["sh", "-c", 'exec "$@" <&- >&-', "sh", *compare[:3], "launch", "--nproc", "1", "--no_python", "true"])
+    assert ended.returncode == 0 and "all ranks finished" in ended.stderr
 
 
 def test_a_result_that_cannot_be_printed_does_not_fail_the_training(

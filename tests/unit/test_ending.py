@@ -15,15 +15,20 @@ from ddp_manual.ranks_and_runs import Beat
 from tests.runs import info
 
 
-@pytest.mark.parametrize("status", [-9, None], ids=["a child", "a script whose shell has taken its status"])
-def test_a_worker_that_ended_for_want_of_memory_is_told_so(status: int | None) -> None:
-    error = lost(
-        info(1, "a"),
-        Mock(status=status, ran_out_of_memory=True, crash_stack="", beat=Beat()),
-        "start all ranks again",
-        replaced=False,
-    )
-    assert error.what.endswith("is gone: SIGKILL, since memory ran out") and error.exit_code == 137
+@pytest.mark.parametrize(
+    ("status", "what", "why", "exit_code"),
+    [
+        (-9, "SIGKILL, since memory ran out", "OOM killer", 137),
+        (None, "its process has ended", "one more oom_kill", 1),
+    ],
+    ids=["a child", "a script whose shell has taken its status"],
+)
+def test_a_worker_that_may_have_ended_for_want_of_memory_is_told_so(
+    status: int | None, what: str, why: str, exit_code: int
+) -> None:
+    worker = Mock(status=status, ran_out_of_memory=True, crash_stack="", beat=Beat())
+    error = lost(info(1, "a"), worker, "start all ranks again", replaced=False)
+    assert error.what.endswith(f"is gone: {what}") and why in error.why and error.exit_code == exit_code
 
 
 def test_what_is_cancelled_before_its_turn_warns_of_nothing() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_manual import WorldSpec
+from ddp_manual.environment import launcher_variables
 from ddp_manual.environment.launcher_variables import check_rank_0_is_found, of_node, of_rank, of_started_rank
 from ddp_manual.environment.rank_0 import Sourced, job_port
 from ddp_manual.environment.rank_0_of_kubernetes import first_pod
@@ -93,6 +94,9 @@ def test_who_only_looks_at_a_run_reads_no_more_than_where_it_meets(monkeypatch: 
     for name, value in variables("RANK=abc LOCAL_RANK=-1 WORLD_SIZE=1 MASTER_PORT=3000").items():
         monkeypatch.setenv(name, value)
     assert WorldSpec.from_environment(is_rank=False).master_port == 3000
+    monkeypatch.setattr(launcher_variables, "first_pod", lambda: Sourced("pod-0", "HOSTNAME"))
+    monkeypatch.setenv("WORLD_SIZE", "4")  # as in each pod of an Indexed Job, where ``status`` is its readiness probe
+    assert WorldSpec.from_environment(is_rank=False).master_addr == "pod-0"
 
 
 @pytest.mark.parametrize("variable", ["JOB_COMPLETION_INDEX", "PMIX_RANK"])

@@ -151,7 +151,7 @@ def test_a_child_that_this_process_has_forked_for_itself_is_no_orphan() -> None:
         """
         from ddp_manual import signal_handlers
         orphans.adopt()
-        witness = signal_handlers.Witness(own_session=False, words=b"")
+        witness = signal_handlers.Witness(own_session=False, words=[])
         process, pids = worker("setsid sleep 100 & echo $!")
         process.kill()
         process.wait()

@@ -23,7 +23,7 @@ os.setpgid(0, 0)
 signal.signal(signal.SIGTERM, lambda number, frame: None)
 programs = [subprocess.Popen(["sleep", "100"], process_group=group) for group in (None, 0)]
 ours, of_its_own = (program.pid for program in programs)
-witness = signal_handlers.Witness(own_session=False, words=b"")
+witness = signal_handlers.Witness(own_session=False, words=[])
 
 def until(holds):
     deadline = time.monotonic() + 10
@@ -64,21 +64,20 @@ def test_a_program_of_our_process_group_has_got_what_was_sent_last_and_one_with_
 def test_the_witness_is_found_by_the_name_and_the_words_of_a_worker_and_not_by_those_of_its_agent() -> None:
     """As pkill and killall look for processes: what they send to an agent alone is passed on to its program."""
     program = (
+        "import sys\n"
         "from pathlib import Path\n"
         "from ddp_manual import signal_handlers\n"
-        "words = b'/bin/python\\0/lib/ddp_manual/worker\\0rank=0\\0runs=train.py\\0'\n"
-        "witness = signal_handlers.Witness(own_session=True, words=words)\n"
+        "witness = signal_handlers.Witness(own_session=True, words=['/lib/worker', 'runs=train.py'])\n"
         "file = Path(f'/proc/{witness.pid}/cmdline')\n"
-        "while (line := file.read_bytes()) == Path('/proc/self/cmdline').read_bytes(): pass\n"
-        "print(file.with_name('comm').read_text(), line.replace(bytes(1), b' ').decode())\n"
+        "while b'-S' not in file.read_bytes(): pass\n"
+        "print(file.with_name('comm').read_text(), *file.read_bytes().decode().split(chr(0)))\n"
         "witness.close()\n"
     )
     command = [sys.executable, "-c", program, "ddp-manual", "run", "train.py"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
-    name, words = done.stdout.splitlines()
-    assert name == Path(sys.executable).name, done.stderr
-    assert words.split() == ["python", "ddp_manual/worker", "runs=train.py", "rank=0", *words.split()[4:]]
-    assert "ddp-manual" not in words and " run " not in words
+    name, *_, worker, runs = done.stdout.split()
+    assert (name, worker, runs) == (Path(sys.executable).name, "/lib/worker", "runs=train.py"), done.stderr
+    assert f" {sys.executable} -I -S -c " in done.stdout.replace("\n", " ") and "ddp-manual" not in done.stdout
 
 
 def test_an_agent_that_a_shell_has_seen_stop_is_named_although_its_signal_is_not_known_any_more() -> None:
@@ -88,7 +87,7 @@ def test_an_agent_that_a_shell_has_seen_stop_is_named_although_its_signal_is_not
         agent.send_signal(signal.SIGSTOP)
         os.waitpid(agent.pid, os.WUNTRACED)  # as a shell does for a job, which takes the number away
         go_on = f"kill -CONT {agent.pid}, or fg in its terminal, lets it go on"
-        assert stopped_agent(agent.pid) == f"Ctrl-Z or SIGSTOP has stopped its agent; {go_on}"
+        assert stopped_agent(agent.pid) == f"a stop signal (such as Ctrl-Z) has stopped its agent; {go_on}"
     finally:
         agent.kill()
         agent.wait()

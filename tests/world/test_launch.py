@@ -122,18 +122,20 @@ def test_a_program_that_fails_once_meets_at_the_address_that_was_typed_and_leave
     assert runs.wait(20) == 0 and f"\n  {tmp_path.name}  no failure " in runs.out
 
 
-def test_a_program_saves_and_stops_with_its_child_alive_and_may_open_as_many_files_as_by_hand(
-    start: Start, tmp_path: Path
+@pytest.mark.parametrize("found_by", ["saves.py", "ddp_manual launch"])
+def test_a_program_saves_and_is_stopped_once_with_its_child_alive_and_may_open_as_many_files_as_by_hand(
+    found_by: str, start: Start, tmp_path: Path
 ) -> None:
-    """SIGTERM comes by the script's name, which is on the command line of ``launch``, and not on that of a fork."""
+    """SIGTERM comes from pkill -f, by what is on the command lines of all its processes, or of ``launch`` alone."""
     script = tmp_path / "saves.py"
     script.write_text(
         "import resource, signal, subprocess, sys, time\n"
         "child = subprocess.Popen(['sleep', '60'])\n"
         "signal.signal(signal.SIGUSR1, lambda *_: print('saves', child.poll(), flush=True))\n"
         "def stop(*_):\n"
+        "    print('stops', child.poll(), flush=True)\n"
         "    time.sleep(0.5)\n"
-        "    sys.exit(f'stops {child.poll()}')\n"
+        "    sys.exit()\n"
         "signal.signal(signal.SIGTERM, stop)\n"
         "print('ready', *resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)\n"
         "while True: time.sleep(0.1)\n"
@@ -142,12 +144,12 @@ def test_a_program_saves_and_stops_with_its_child_alive_and_may_open_as_many_fil
     launcher.wait_for("ready")
     launcher.process.send_signal(signal.SIGUSR1)
     launcher.wait_for("saves None")
-    for process in psutil.process_iter(["cmdline"]):
-        if str(script) in (process.info["cmdline"] or []):
-            process.terminate()
+    own = [psutil.Process(launcher.process.pid), *psutil.Process(launcher.process.pid).children(recursive=True)]
+    for process in [process for process in own if found_by in " ".join(process.cmdline())]:
+        process.terminate()
     assert launcher.wait(20) == 143
     soft, hard = launcher.out.split("ready ")[1].split()[:2]
-    assert soft == hard and "stops None" in launcher.err
+    assert soft == hard and launcher.out.count("stops None") == 1
 
 
 def test_a_host_that_forks_no_more_is_named_by_the_rank_that_it_has_no_process_for(
