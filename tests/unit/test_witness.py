@@ -69,7 +69,7 @@ def test_the_witness_is_found_by_the_name_and_the_words_of_a_worker_and_not_by_t
         "from ddp_manual import signal_handlers\n"
         "witness = signal_handlers.Witness(own_session=True, words=['/lib/worker', 'runs=train.py'])\n"
         "file = Path(f'/proc/{witness.pid}/cmdline')\n"
-        "while b'-S' not in file.read_bytes(): pass\n"
+        "while not file.read_bytes().endswith(b'runs=train.py' + bytes(1)): pass\n"
         "print(file.with_name('comm').read_text(), *file.read_bytes().decode().split(chr(0)))\n"
         "witness.close()\n"
     )
