@@ -14,7 +14,7 @@ from ddp_manual.errors import BadOption
 from ddp_manual.on_rank_loss import LEAVE, SHRINK, WAIT
 from ddp_manual.option_fields import Options, number_below, option, option_fields
 
-# What a process that only looks at a run is not.
+# Options that a process which only looks at a run does not have.
 OF_ONE_RANK = ("rank", "local_rank")
 # The ranks of a run need not agree on these.
 identity = partial(option, group="identity", shared=False)

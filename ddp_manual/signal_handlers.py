@@ -34,6 +34,7 @@ ONCE_WITHIN = 0.3
 # Seconds in which a signal that is sent to all processes of a rank, one by one, has come to each of them.
 SENT_TO_ALL_WITHIN = 0.1
 
+# The program of a witness: it clears what is pending each time that it gets STACKS.
 COLLECT_SIGNALS = f"""
 import signal
 while True:

@@ -23,7 +23,7 @@ from ddp_manual.agent.name_lookup import look_up, refuse_malformed
 from ddp_manual.agent.network_interface import OwnAddress, is_everywhere, own_address, own_addresses, route_to
 from ddp_manual.agent.program_source import ProgramSource, source_of
 from ddp_manual.agent.rank_0_port import listen, refuse_loopback
-from ddp_manual.agent.to_type import status_of_run
+from ddp_manual.agent.to_type import status_of_run, with_port
 from ddp_manual.agent.torchrun_store import read_torchrun_address, write_torchrun_address
 from ddp_manual.agent.wait_for_rank_0 import Probe, find_rank_0
 from ddp_manual.agent.waiting_rank_0s import OwnRank0, hint, withdraw
@@ -384,9 +384,7 @@ class Join:
         )
 
     def _command_for(self, rank: int | None) -> str:
-        command = self._task.command
-        if self._spec.master_port != WorldSpec.master_port:  # otherwise the command names none
-            command = command.replace("{master_port}", str(self._spec.master_port), 1)
+        command = with_port(self._task.command, self._spec)
         if rank is None:
             return command
         is_of_one_rank = "--rank {rank}" in command  # a launcher's command has rank 0's options already

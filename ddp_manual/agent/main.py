@@ -20,22 +20,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ddp_manual import (
-    atomic_files,
-    from_agent,
-    from_worker,
-    messages,
-    orphans,
-    run_folder,
-    signal_handlers,
-)
+from ddp_manual import atomic_files, from_agent, from_worker, messages, orphans, run_folder, signal_handlers
 from ddp_manual.agent.coordinator import stopped_agent
 from ddp_manual.agent.join import Join
 from ddp_manual.agent.leave import Leave
 from ddp_manual.agent.network_interface import own_addresses
 from ddp_manual.agent.open_files import raise_descriptor_limit
 from ddp_manual.agent.rank_result import Ended, Ending
-from ddp_manual.agent.start_worker import PROGRAM, words_of
+from ddp_manual.agent.start_worker import witness_of
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.agent.worker_process import Worker
 from ddp_manual.errors import DdpManualError, Stopped
@@ -103,12 +95,13 @@ class Agent:
                     step.detail = f"up to {raise_descriptor_limit(self.spec)}"
                 self.worker = self._start_worker(self.held)
                 if self.task.launched is None and not self.worker.has_started_its_agent:
-                    words = [str(PROGRAM), *words_of(self.task.program)] if self.task.program is not None else []
-                    self.witness = signal_handlers.Witness(own_session=False, words=words)
+                    assert self.task.program is not None
+                    self.witness = witness_of(self.task.program, own_session=False)
             except Exception as error:
                 if isinstance(error, OSError):
                     self.protocol.cannot_start_worker(error, time.monotonic())
-                self._ending.fail(error)
+                else:
+                    self._ending.fail(error)
                 ended = await self._ending.wait()
                 assert ended.error is not None
                 self.print_error(ended.error)
@@ -199,8 +192,7 @@ class Agent:
             )
             self.log(f"{here} here after {seconds}: starting {self.task.name} as {who}")
             if run_dir is not None and self.rank.is_own_folder:  # our training does so for itself
-                is_rank_0 = coordinator is not None
-                run_folder.RunPaths(Path(run_dir)).set_failures_aside(self.spec.rank, 0 if is_rank_0 else None)
+                run_folder.RunPaths(Path(run_dir)).set_failures_aside(self.spec.rank, None if self.spec.rank else 0)
         own = self.join.own_address
         message = from_agent.TakePlace(placed, self.rank.is_own_folder, own.variables, own.wrong_for_nccl)
         self.worker.send(message)

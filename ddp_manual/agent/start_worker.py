@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ddp_manual import from_worker, orphans
+from ddp_manual import from_worker, orphans, signal_handlers
 from ddp_manual.agent.open_files import raise_soft_limit
 from ddp_manual.agent.program_source import forkable_imports
 from ddp_manual.agent.worker_process import LOOK_EVERY, Worker
@@ -30,6 +30,11 @@ PROGRAM = Path(__file__).parent.parent / "worker"
 def words_of(program: Program) -> list[str]:
     """Return what the command line of a worker says of its program, for ps and pkill."""
     return [f"runs={program.name}", f"kind={program.kind}"]
+
+
+def witness_of(program: Program, *, own_session: bool) -> signal_handlers.Witness:
+    """Start the witness of the agents whose workers run this program."""
+    return signal_handlers.Witness(own_session=own_session, words=[str(PROGRAM), *words_of(program)])
 
 
 class Starter:
@@ -74,10 +79,9 @@ class Starter:
         return self._new_python(descriptors, who, **dict(zip(("stdout", "stderr"), pipes, strict=False)))
 
     def _new_python(self, descriptors: Sequence[int], who: Sequence[str], **streams: int) -> subprocess.Popen[bytes]:
-        runs = words_of(self._program)
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True} if self._nproc else {}
         with variables_for_a_rank.clean_variables(self._nproc) if self._nproc else nullcontext():
-            process = start_python(PROGRAM, descriptors, [*who, *runs], **{**options, **streams})
+            process = start_python(PROGRAM, descriptors, [*who, *words_of(self._program)], **{**options, **streams})
         orphans.note_own(process)
         return process
 

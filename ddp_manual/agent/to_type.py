@@ -50,6 +50,14 @@ def rank_command(spec: WorldSpec, command: str, options: Mapping[str, Any] = {},
     return " ".join(filter(None, [*words, as_flags({**given, **options}), rest]))
 
 
+def with_port(command: str, spec: WorldSpec) -> str:
+    """Return a rank's command with the number for its ``{master_port}``: it has one if that is not the default, and
+    what looks like one otherwise is a word of the program's."""
+    if spec.master_port == WorldSpec.master_port:
+        return command
+    return command.replace("{master_port}", str(spec.master_port), 1)
+
+
 def script_command(spec: WorldSpec, typed: Sequence[str]) -> str:
     """Return the command that starts another rank of a script that calls ``join``: with variables, since the script's
     flags are not known here. If nothing was ``typed``, as at Python's prompt, return the call of ``join``."""

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_manual.agent.to_type import LISTENING, rank_command
+from ddp_manual.agent.to_type import LISTENING, rank_command, with_port
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.launch.host_list import LOCAL, Host
@@ -54,9 +54,7 @@ def list_commands(
     ranks = []
     for rank, host in enumerate(each for each in hosts for _ in range(each.slots)):
         besides = {**own, LISTENING: spec.listen_addr if rank == 0 else None}
-        line = rank_command(spec, name, besides, shlex.join(rest)).replace("{rank}", str(rank), 1)
-        if spec.master_port != WorldSpec.master_port:  # otherwise the command has none, and these are a program's words
-            line = line.replace("{master_port}", str(spec.master_port), 1)
+        line = with_port(rank_command(spec, name, besides, shlex.join(rest)), spec).replace("{rank}", str(rank), 1)
         ranks.append({"rank": rank, "host": host.name, "command": line, "words": shlex.split(line)})
     meeting = {"world_size": count, "master_addr": spec.master_addr, "master_port": spec.master_port}
     return {**meeting, "alike": _alike(spec, program), "ranks": ranks}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import getopt
 import re
 import shlex
@@ -227,8 +226,7 @@ class Session:
                 *self.remote.command(self.host.name), **pipes, start_new_session=True
             )
         except OSError as error:
-            is_missing = error.errno == errno.ENOENT and not self.remote.ssh
-            remedy = "apt-get install openssh-client" if is_missing else "correct --ssh"
+            remedy = "correct --ssh" if self.remote.ssh else "apt-get install openssh-client"
             raise NotReady(f"ssh cannot be started: {error}", remedy) from None
         self._living = asyncio.create_task(self._live(self.process))
 

@@ -22,7 +22,7 @@ from ddp_manual import orphans, signal_handlers, terminal
 from ddp_manual.agent import by_hand
 from ddp_manual.agent.main import Agent
 from ddp_manual.agent.program_source import check_program
-from ddp_manual.agent.start_worker import PROGRAM, Forker, Starter, check_torch_is_installed, words_of
+from ddp_manual.agent.start_worker import Forker, Starter, check_torch_is_installed, witness_of
 from ddp_manual.agent.what_to_run import Task
 from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import DdpManualError, PeerFailed, RankTaken, Stopped, writing
@@ -136,8 +136,7 @@ class Ranks:
             self.starter = Forker(program, nproc) if job.forks else Starter(program, nproc)
             stack.enter_context(closing(self.starter))
             if job.program is not None:
-                words = [str(PROGRAM), *words_of(program)]
-                self._witness = stack.enter_context(closing(signal_handlers.Witness(own_session=True, words=words)))
+                self._witness = stack.enter_context(closing(witness_of(program, own_session=True)))
             yield
 
     async def attempt(self, restarts: int, tell: Tell) -> None:
