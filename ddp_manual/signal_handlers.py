@@ -73,8 +73,9 @@ def handle_in_event_loop(handle: Callable[[int], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     numbers = [*handled(), SAVE]
     for number in numbers:
-        # Not asyncio's own handlers: where these are removed, a signal has its default action for a moment.
-        signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(handle, number))
+        # Not asyncio's own handlers: where these are removed, a signal has its default action for a moment. What this
+        # process was sent before a signal, such as that the worker's program begins, is handled before it.
+        signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(loop.call_soon, handle, number))
     try:
         yield
     finally:

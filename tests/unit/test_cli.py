@@ -174,6 +174,28 @@ def test_a_signal_before_there_is_a_run_is_one_line(
     assert capsys.readouterr().err == "error[stopped]: stopped by Ctrl-C (SIGINT)\n"
 
 
+SIGNALLED_AFTER_A_MESSAGE = """
+import asyncio, os, signal, socket
+from ddp_manual import signal_handlers
+
+async def agent():
+    ours, workers = socket.socketpair()
+    asyncio.get_running_loop().add_reader(ours, lambda: print(ours.recv(100).decode(), end=""))
+    with signal_handlers.handle_in_event_loop(lambda number: print(signal.Signals(number).name)):
+        workers.send(b"a message\\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.1)
+
+asyncio.run(agent())
+"""
+
+
+def test_a_signal_is_handled_after_what_the_process_was_sent_before() -> None:
+    command = [sys.executable, "-c", SIGNALLED_AFTER_A_MESSAGE]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+    assert done.stdout == "a message\nSIGTERM\n", done
+
+
 SIGNALLED_AFTER_ITS_ERROR = """
 import asyncio, atexit, os, signal, sys
 from ddp_manual import errors, signal_handlers, terminal
