@@ -76,9 +76,8 @@ class Stream:
         if not self.network.reaches(self.source, self.target):
             self.network.waiting.append(self)
         elif self.on_its_way:
-            arrived = self.on_its_way.popleft()
+            self.receiver.arrive(self.on_its_way.popleft())
             self.move()
-            self.receiver.arrive(arrived)
 
 
 class Transport(asyncio.Transport):
@@ -109,17 +108,12 @@ class Transport(asyncio.Transport):
         if self.process_gone:
             if what != RESET and self.out.network.reaches(self.host, self.out.target):
                 self.out.push(RESET)
-        elif not self.closed and self.process is not None and self.process.runs_now:
-            self.context.run(self._read, what)
         elif not self.closed:
             self._unread += 1
-            self.network.loop.call_soon(self._read_later, what, context=self.context)
-
-    def _read_later(self, what: bytes | str) -> None:
-        self._unread -= 1
-        self._read(what)
+            self.network.loop.call_soon(self._read, what, context=self.context)
 
     def _read(self, what: bytes | str) -> None:
+        self._unread -= 1
         if self.closed:
             return
         if what == RESET:
@@ -228,45 +222,29 @@ class Network:
         found = self.listeners[host.number, port] = Listener(self, host, address, port, process)
         return found
 
-    def connect(
-        self, factory: Callable[[], Any], here: Host, address: str, port: int
-    ) -> asyncio.Future[tuple[Transport, Any]]:
-        """Return what ``loop.create_connection`` does; a future, since each run connects hundreds of times."""
+    async def connect(self, factory: Callable[[], Any], here: Host, address: str, port: int) -> tuple[Transport, Any]:
         loop, there, process = self.loop, self.host_of(address, here), PROCESS.get()
-        connected: asyncio.Future[tuple[Transport, Any]] = loop.create_future()
+        await asyncio.sleep(self.delay(here, there or here))
+        while there is None or not self.both_ways(here, there):
+            await asyncio.sleep(1.0)  # SYN is sent again
+        await asyncio.sleep(self.delay(there, here))
+        listener = self.listeners.get((there.number, port))
+        if listener is None or listener.factory is None:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        ours = Transport(self, here, process, (here.address, next(self._ports)))
+        theirs = Transport(self, there, listener.process, (address, port))
+        ours.out, theirs.out = Stream(self, here, there, theirs), Stream(self, there, here, ours)
 
-        def send_syn() -> None:
-            if connected.done():
-                return
-            if there is None or not self.both_ways(here, there):
-                loop.call_later(1.0, send_syn)  # SYN is sent again
-            else:
-                loop.call_later(self.delay(there, here), answer, there)
+        def accept() -> None:
+            assert listener.factory is not None
+            theirs.protocol = listener.factory()
+            theirs.protocol.connection_made(theirs)
 
-        def answer(there: Host) -> None:
-            if connected.done():
-                return
-            listener = self.listeners.get((there.number, port))
-            if listener is None or listener.factory is None:
-                connected.set_exception(ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)))
-                return
-            ours = Transport(self, here, process, (here.address, next(self._ports)))
-            theirs = Transport(self, there, listener.process, (address, port))
-            ours.out, theirs.out = Stream(self, here, there, theirs), Stream(self, there, here, ours)
-
-            def accept() -> None:
-                assert listener is not None and listener.factory is not None
-                theirs.protocol = listener.factory()
-                theirs.protocol.connection_made(theirs)
-
-            theirs.protocol = asyncio.Protocol()  # until ``accept`` is called in the process
-            loop.call_soon(accept, context=theirs.context)
-            ours.protocol = factory()
-            ours.protocol.connection_made(ours)
-            connected.set_result((ours, ours.protocol))
-
-        loop.call_later(self.delay(here, there or here), send_syn)
-        return connected
+        theirs.protocol = asyncio.Protocol()  # until ``accept`` is called in the process
+        loop.call_soon(accept, context=theirs.context)
+        ours.protocol = factory()
+        ours.protocol.connection_made(ours)
+        return ours, ours.protocol
 
     def end_process(self, process: Process) -> None:
         """Close all that a process has open, as its kernel does."""

@@ -112,8 +112,8 @@ def patched(run: Run) -> Iterator[None]:
             raise PortInUse(f"port {port} of {here().name} is in use", why="by another rank 0", next="end it")
         return found
 
-    def create_connection(factory: Callable[[], Any], host: str, port: int, **options: Any) -> Any:
-        return network.connect(factory, here(), host, port)
+    async def create_connection(factory: Callable[[], Any], host: str, port: int, **options: Any) -> Any:
+        return await network.connect(factory, here(), host, port)
 
     async def create_server(
         factory: Callable[[], Any], host: str = "", port: int = 0, *, sock: Listener | None = None, **options: Any

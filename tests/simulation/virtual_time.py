@@ -36,10 +36,6 @@ class Process:
         """Return whether a callback may run now; if the process is frozen, it runs once it goes on."""
         if self.frozen:
             self._waiting.append(scheduled)
-        return self.runs_now
-
-    @property
-    def runs_now(self) -> bool:
         return self.alive and not self.frozen
 
     def freeze(self) -> None:
