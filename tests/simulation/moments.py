@@ -177,8 +177,8 @@ class Moments:
             self.workers.clear()
         self._miss_anew()
         now = self.run.loop.now
-        is_heard = not program.rank.process.frozen and now - (program.first_step or now) > SAID_WITHIN
-        if program.generation == 0 or is_heard:
+        is_known = program.generation == 0 or now - (program.first_step or now) > SAID_WITHIN
+        if is_known and not program.rank.process.frozen:  # the worker of a stopped agent may work on
             self.worked[program.rank.number] = now
             self.shrunk.discard(program.rank.number)  # until rank 0 has heard of it, the others may go on without it
 
