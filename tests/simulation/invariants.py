@@ -196,14 +196,15 @@ def check_signals(run: Run) -> None:
         if plan.script and late > STOPS_WITHIN + 2 * plan.saves:
             run.break_invariant(9, f"{rank.who} leaves {late:.1f} s after the first signal")
     # A signal before the first step is done ends its rank; a signal as all finish finds nothing to stop.
-    stop_soon = step > 0 or plan.on_loss == "leave"  # otherwise the others may go on
+    stopped = [rank for rank in asked if rank.program is not None and rank.program.has_stopped]
+    others_go_on = step == 0 and plan.on_loss != "leave" and not stopped
     stops = 0 < step < plan.steps - 2 and all(len(rank.signals) == 1 for rank in asked)
     for rank in run.ranks if not plan.script else ():
         last = rank.program.step if rank.program is not None else 0
         if stops and rank.belongs and rank.program is not None and not rank.program.has_stopped:
             run.break_invariant(9, f"{rank.who} does not stop in order at the first signal")
-        is_late = stop_soon and rank.ended is not None and (rank.ended - at > STOPS_WITHIN or last > step + 2)
-        if rank.belongs and is_late:
+        is_late = rank.ended is not None and (rank.ended - at > STOPS_WITHIN or last > step + 2)
+        if rank.belongs and is_late and (rank in asked or not others_go_on):
             run.break_invariant(9, f"{rank.who} leaves after step {last}: step {step} was done at the first signal")
         if rank.belongs and rank.exit_code == 0 and last < plan.steps:
             run.break_invariant(9, f"{rank.who} leaves after step {last} without a verdict")
