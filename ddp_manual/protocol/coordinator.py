@@ -286,6 +286,8 @@ class CoordinatorProtocol:
             self._policy.held.pop(rank, None)
             self.recovery.replace_worker(peer)
             return
+        if rank == 0:  # it leaves: a rank that says hello now goes on looking for another rank 0
+            self.roll_call.end()
         peer.connection.send(messages.RunEnds(verdict))
         _, is_gone, reason = what.partition(" is gone: ")
         how = f"is gone: {reason}" if is_gone and failed.judged else f"left again: {what}"

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ddp_manual.agent.reachability import CONNECT_TIMEOUT
-from ddp_manual.errors import PeerLost, TrainingFailed
+from ddp_manual.errors import PeerLost, PortInUse, TrainingFailed
 from ddp_manual.protocol import states
 from ddp_manual.protocol.reachability import ALL_PAIRS_UP_TO
 from ddp_manual.signal_handlers import ONCE_WITHIN
@@ -102,7 +102,8 @@ def check(run: Run) -> None:
         done = {rank.number for rank in run.ranks if rank.exit_code == 0}
         if len(done) < plan.ranks and not any(rank.process.frozen and rank.runs for rank in run.ranks):
             breaks(20, f"a run that keeps its seats does not end: only ranks {sorted(done)} are done")
-    if not faults and len(plan.times) == plan.ranks:
+    came_late = [rank for rank in run.ranks if rank.belongs and rank.errors and isinstance(rank.errors[0], PortInUse)]
+    if not faults and len(plan.times) == plan.ranks and not came_late:  # otherwise rank 0 was typed twice at once
         for rank in run.ranks:
             if rank.belongs and rank.exit_code not in (0, 13 if _was_typed_twice(run, rank) else 0):
                 breaks(17, f"{rank.who} ends with {rank.exit_code} in a run without a fault")
