@@ -286,12 +286,17 @@ class CoordinatorProtocol:
             self._policy.held.pop(rank, None)
             self.recovery.replace_worker(peer)
             return
-        if rank == 0:  # it leaves: a rank that says hello now goes on looking for another rank 0
-            self.roll_call.end()
-        peer.connection.send(messages.RunEnds(verdict))
         _, is_gone, reason = what.partition(" is gone: ")
         how = f"is gone: {reason}" if is_gone and failed.judged else f"left again: {what}"
-        self.recovery.miss_again(rank, how)
+        if rank == 0:  # it leaves: a rank that says hello now goes on looking for another rank 0
+            self.roll_call.end()
+        if rank == 0 or (info.starts_again and not self._policy.began):  # its launcher ends the others too
+            peer.connection.send(messages.RunEnds(verdict))
+            self.recovery.miss_again(rank, how)
+        else:
+            del self._peers[rank]
+            self.recovery.miss_again(rank, how)
+            self.recovery.end_process(peer, verdict)
 
     # -- as time goes by ----------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.run_states import Working
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
-from ddp_manual.ranks_and_runs import RunInfo
+from ddp_manual.ranks_and_runs import RunInfo, Verdict
 
 
 class Recovery:
@@ -85,12 +85,16 @@ class Recovery:
             if lost[rank].kind == SILENT:
                 self.vacate_seat(peer)
             else:
-                peer.rank = None
-                look = lost[rank].verdict.next.removesuffix(f"\nthen {self._run.start_again}")
-                others = "go on without it until then" if self._roll_call.is_left_out(rank) else "wait for it"
-                seat = f"then start this rank again, {self._run.where_to_type}: the others {others}"
-                next = "\n".join(filter(None, (look, seat, self._run.command_for(rank))))
-                peer.connection.send(messages.RunEnds(replace(lost[rank].verdict, next=next)))
+                self.end_process(peer, lost[rank].verdict)
+
+    def end_process(self, peer: Peer, verdict: Verdict) -> None:
+        """Tell a process whose seat is free again why it ends, and that the others wait for another one."""
+        peer.rank = None
+        look = verdict.next.removesuffix(f"\nthen {self._run.start_again}")
+        others = "go on without it until then" if self._roll_call.is_left_out(verdict.rank) else "wait for it"
+        seat = f"then start this rank again, {self._run.where_to_type}: the others {others}"
+        next = "\n".join(filter(None, (look, seat, self._run.command_for(verdict.rank))))
+        peer.connection.send(messages.RunEnds(replace(verdict, next=next)))
 
     @staticmethod
     def vacate_seat(peer: Peer) -> None:
