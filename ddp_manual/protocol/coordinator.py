@@ -288,14 +288,14 @@ class CoordinatorProtocol:
             return
         _, is_gone, reason = what.partition(" is gone: ")
         how = f"is gone: {reason}" if is_gone and failed.judged else f"left again: {what}"
+        del self._peers[rank]
         if rank == 0:  # it leaves: a rank that says hello now goes on looking for another rank 0
             self.roll_call.end()
-        if rank == 0 or (info.starts_again and not self._policy.began):  # its launcher ends the others too
+        self.recovery.miss_again(rank, how)
+        is_over = self.roll_call.is_over or self.failure is not None
+        if is_over or (info.starts_again and not self._policy.began):  # its launcher ends the others too
             peer.connection.send(messages.RunEnds(verdict))
-            self.recovery.miss_again(rank, how)
         else:
-            del self._peers[rank]
-            self.recovery.miss_again(rank, how)
             self.recovery.end_process(peer, verdict)
 
     # -- as time goes by ----------------------------------------------------------------------------------------
