@@ -38,16 +38,16 @@ def decide(
 
 def _taken(roll_call: RollCall, info: RankInfo, holder: RankInfo, *, frozen: bool) -> RankTaken:
     since = datetime.fromtimestamp(holder.since).strftime("%H:%M:%S")
+    then = "start all ranks again" if roll_call.works and roll_call.run.on_loss == LEAVE else "start this rank again"
     odd = "; the process that holds it is frozen: its connection is open, and it does not answer" if frozen else ""
     if info.goes_on:
         odd += "\nit was given to that process while this one was cut off or frozen"
         next = "nothing: the run goes on without this process"
     elif frozen:
-        next = f"on {holder.host}:\n{whole(f'kill -9 {holder.agent}')}\nthen start this rank again"
+        next = f"on {holder.host}:\n{whole(f'kill -9 {holder.agent}')}\nthen {then}"
     elif not roll_call.all_here:
         next = roll_call.run.command_for(roll_call.missing[0])
     else:
-        then = "start all ranks again" if roll_call.run.on_loss == LEAVE else "start this rank again"
         next = f"all ranks are here; to replace rank {info.rank}, end that process and {then}"
     return RankTaken(
         f"rank {info.rank} is taken by {holder.host} (pid {holder.pid})",

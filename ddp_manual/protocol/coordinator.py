@@ -7,7 +7,6 @@ observer, from the end of a connection, and from the time.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -116,7 +115,7 @@ class CoordinatorProtocol:
             when = "while a lost rank's seat was free" if self._policy.began else "before all ranks had joined"
             left = f"rank 0 ({self.run.host}, pid {self.run.pid}) left {when}"
             again = self.run.start_again if self._policy.began else "start all ranks again"
-            own = "" if isinstance(error, Stopped) else re.sub(r"(\W+then |^)start all ranks again$", "", error.next)
+            own = "" if isinstance(error, Stopped) else verdict_words.without_start_again(error.next)
             self.meeting.refuse_all(MasterLost(left, why=error.what, next="\nthen ".join(filter(None, (own, again)))))
         self.roll_call.end()
         if error is None and self.failure is None:
@@ -292,11 +291,17 @@ class CoordinatorProtocol:
         if rank == 0:  # it leaves: a rank that says hello now goes on looking for another rank 0
             self.roll_call.end()
         self.recovery.miss_again(rank, how)
-        is_over = self.roll_call.is_over or self.failure is not None
-        if is_over or (info.starts_again and not self._policy.began):  # its launcher ends the others too
-            peer.connection.send(messages.RunEnds(verdict))
-        else:
+        if judged and self._wait_for_another(info):
             self.recovery.end_process(peer, verdict)
+        else:
+            peer.connection.send(messages.RunEnds(verdict))
+
+    def _wait_for_another(self, info: RankInfo) -> bool:
+        """Return whether the others wait until somebody types the command of a rank that has ended."""
+        if not self.roll_call.admits or self.failure is not None:
+            return False
+        has_launcher = info.starts_again and not self._policy.began  # which ends the others too
+        return "{rank}" in self.run.command and not has_launcher
 
     # -- as time goes by ----------------------------------------------------------------------------------------
 

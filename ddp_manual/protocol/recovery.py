@@ -19,6 +19,7 @@ from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.run_states import Working
 from ddp_manual.protocol.stop_step import StopStep
+from ddp_manual.protocol.verdict_words import without_start_again
 from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
 from ddp_manual.ranks_and_runs import RunInfo, Verdict
 
@@ -65,7 +66,7 @@ class Recovery:
         self.watch.health.forget(rank, self.now)
         if self._roll_call.works:  # it was about to come back to a world that has shrunk
             self.watch.health.leave(rank)
-        elif has_worked_before:  # lost while the others begin anew, as when a host with two ranks is gone
+        elif has_worked_before and not self._roll_call.is_over:  # lost too, as when a host with two ranks is gone
             self.policy.lose_too(info, how)
             self.shrink_if_due()
             self.hear_held()
@@ -90,7 +91,7 @@ class Recovery:
     def end_process(self, peer: Peer, verdict: Verdict) -> None:
         """Tell a process whose seat is free again why it ends, and that the others wait for another one."""
         peer.rank = None
-        look = verdict.next.removesuffix(f"\nthen {self._run.start_again}")
+        look = without_start_again(verdict.next)
         others = "go on without it until then" if self._roll_call.is_left_out(verdict.rank) else "wait for it"
         seat = f"then start this rank again, {self._run.where_to_type}: the others {others}"
         next = "\n".join(filter(None, (look, seat, self._run.command_for(verdict.rank))))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from msgspec.structs import asdict, replace
@@ -53,6 +54,11 @@ def error_for(rank: int, verdict: Verdict) -> DdpManualError:
         error.of_rank = verdict.rank
     error.on_its_rank = verdict.identifier, verdict.exit_code
     return error
+
+
+def without_start_again(next: str) -> str:
+    """Return what there is to do before all ranks are started again."""
+    return re.sub(r"(\W+then |^)start all ranks again\b.*", "", next, flags=re.DOTALL)
 
 
 def lost_rank(info: RankInfo, what: str, *, why: str, next: str) -> DdpManualError:

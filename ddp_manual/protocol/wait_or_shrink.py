@@ -290,10 +290,13 @@ class WaitOrShrink:
 
     def never_taken(self, run: RunInfo, missing: Sequence[int], waited: float) -> Verdict | None:
         """Return why the run ends when nobody has taken a seat in time; None if no loss is known."""
-        verdict = next((self.lost[rank] for rank in missing if rank in self.lost), None)
+        verdict, ranks = next((self.lost[rank] for rank in missing if rank in self.lost), None), as_ranges(missing)
+        if verdict is None and self.adopted:  # nobody that is here has seen how these ranks were lost
+            what, why = f"{in_words(ranks)} did not come back after rank 0 was lost", self.lost[0].what
+            verdict = replace(self.lost[0], identifier=PeerLost.identifier, what=what, why=why, judged=True)
         if verdict is None:
             return None
-        nobody = f"nobody has taken the seat of {in_words(as_ranges(missing))} within {waited:.0f} s (--rejoin_timeout)"
+        nobody = f"nobody has taken the seat of {in_words(ranks)} within {waited:.0f} s (--rejoin_timeout)"
         return replace(verdict, why=f"{verdict.why}\n{nobody}", next=run.start_again)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ddp_manual.agent.reachability import CONNECT_TIMEOUT
-from ddp_manual.errors import PeerLost, PortInUse, TrainingFailed
+from ddp_manual.errors import PeerLost, PortInUse, RankTaken, TrainingFailed
 from ddp_manual.protocol import states
 from ddp_manual.protocol.reachability import ALL_PAIRS_UP_TO
 from ddp_manual.signal_handlers import ONCE_WITHIN
@@ -102,10 +102,10 @@ def check(run: Run) -> None:
         done = {rank.number for rank in run.ranks if rank.exit_code == 0}
         if len(done) < plan.ranks and not any(rank.process.frozen and rank.runs for rank in run.ranks):
             breaks(20, f"a run that keeps its seats does not end: only ranks {sorted(done)} are done")
-    came_late = [rank for rank in run.ranks if rank.belongs and rank.errors and isinstance(rank.errors[0], PortInUse)]
-    if not faults and len(plan.times) == plan.ranks and not came_late:  # otherwise rank 0 was typed twice at once
+    came_second = [rank for rank in run.ranks if rank.belongs and _came_second(run, rank)]
+    if not faults and len(plan.times) == plan.ranks and not (came_second and plan.launched):  # a launch ends with it
         for rank in run.ranks:
-            if rank.belongs and rank.exit_code not in (0, 13 if _was_typed_twice(run, rank) else 0):
+            if rank.belongs and rank.exit_code != 0 and rank not in came_second:
                 breaks(17, f"{rank.who} ends with {rank.exit_code} in a run without a fault")
     if len(run.struck) == 1 and faults:
         check_time(run, *run.struck[0])
@@ -211,9 +211,10 @@ def check_signals(run: Run) -> None:
             run.break_invariant(9, f"{rank.who} leaves after step {last} without a verdict")
 
 
-def _was_typed_twice(run: Run, rank: Rank) -> bool:
-    """Return whether a second process of this rank was typed, which may have come to rank 0 first."""
-    return any(fault.kind == "type twice" and fault.rank == rank.number for _, fault in run.struck)
+def _came_second(run: Run, rank: Rank) -> bool:
+    """Return whether a second process of this rank was typed, and has come first: to rank 0, or to rank 0's port."""
+    was_typed_twice = any(fault.kind == "type twice" and fault.rank == rank.number for _, fault in run.struck)
+    return was_typed_twice and bool(rank.errors) and isinstance(rank.errors[0], (PortInUse, RankTaken))
 
 
 def verdicts(run: Run, fault: Fault) -> list[Rank]:

@@ -113,8 +113,8 @@ class Run:
         if group.generation != program.generation or group.size != program.place["world_size"]:
             self.break_invariant(5, f"{program.rank.who} joins a group of another generation")
         here = {member.rank.number for member in group.members.values()}
-        if not here:  # steps of a generation that no living rank has been in are lost, and are done again
-            known = max((rank.generation for rank in self.ranks if rank.runs), default=-1)
+        if not here:  # steps of a generation are done again if no rank that has been in it lives, or was done
+            known = max((rank.generation for rank in self.ranks if rank.runs or rank.exit_code == 0), default=-1)
             self.line = {step: generation for step, generation in self.line.items() if generation <= known}
         if program.generation <= program.rank.generation:
             self.break_invariant(5, f"{program.rank.who} begins generation {program.generation} once more")

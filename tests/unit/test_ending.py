@@ -11,7 +11,8 @@ import pytest
 
 from ddp_manual.agent.rank_result import Ending
 from ddp_manual.protocol.how_a_worker_ended import lost
-from ddp_manual.ranks_and_runs import Beat
+from ddp_manual.protocol.verdict_words import without_start_again
+from ddp_manual.ranks_and_runs import Beat, from_last_checkpoint
 from tests.runs import info
 
 
@@ -47,3 +48,16 @@ def test_what_is_cancelled_before_its_turn_warns_of_nothing() -> None:
         asyncio.run(end())
         gc.collect()
     assert [str(one.message) for one in warned] == []
+
+
+@pytest.mark.parametrize(
+    ("advice", "of_one_rank"),
+    [
+        ("look\nthen start all ranks again", "look"),
+        ("repair it, then start all ranks again", "repair it"),
+        (f"look\nthen {from_last_checkpoint(None, 'runs/new')}", "look"),
+        ("start all ranks again", ""),
+    ],
+)
+def test_advice_to_start_one_rank_follows_on_none_to_start_all(advice: str, of_one_rank: str) -> None:
+    assert without_start_again(advice) == of_one_rank
