@@ -200,7 +200,8 @@ def check_signals(run: Run) -> None:
     stopped = [rank for rank in asked if rank.program is not None and rank.program.has_stopped]
     others_go_on = step == 0 and plan.on_loss != "leave" and not stopped
     stops = 0 < step < plan.steps - 2 and all(len(rank.signals) == 1 for rank in asked)
-    for rank in run.ranks if not plan.script else ():
+    here = [rank for rank in run.ranks if rank.ended is None or rank.ended > at]  # not one that came second
+    for rank in here if not plan.script else ():
         last = rank.program.step if rank.program is not None else 0
         if stops and rank.belongs and rank.program is not None and not rank.program.has_stopped:
             run.break_invariant(9, f"{rank.who} does not stop in order at the first signal")

@@ -93,11 +93,6 @@ FAULTS = (
         "if not isinstance(self._rank.state, states.Placed):",
     ),
     Planted(
-        "lines after the last error",
-        "case _ if isinstance(rank.state, states.Ended):\n                pass  # this rank has told",
-        "case _ if False:\n                pass  # this rank has told",
-    ),
-    Planted(
         "a rank that is done looks for rank 0",
         "if isinstance(rank.state, states.Closing):  # its work is done, and it needs nobody any more\n"
         "            rank.enter(states.Alone())\n"
