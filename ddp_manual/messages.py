@@ -342,7 +342,10 @@ class Replace(Message):
 
 
 class SeatLost(Message):
-    """The rank was silent for too long, and may ask for its seat again."""
+    """The rank may ask for its seat again, from another rank 0 or this one."""
+
+    why: str
+    """Such as that it was silent for too long, or that rank 0 leaves."""
 
 
 class Expired(Message):

@@ -102,8 +102,8 @@ class RankInfo(Checked):
     allow_mismatch: bool = False
     options: Mapping[Name, Option] = field(default_factory=dict)
     """The options that the ranks must agree on and that are known without torch."""
-    starts_again: bool = False
-    """Whether its agent starts another worker by itself when its worker is lost."""
+    has_launcher: bool = False
+    """Whether something has started it together with others: ``launch``, srun, mpirun or torchrun."""
     goes_on: RunSoFar | None = None
     """The run that the rank was in, if it has lost the rank 0 of that run."""
 
@@ -116,6 +116,11 @@ class RankInfo(Checked):
     @property
     def who(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether its agent starts another worker by itself when its worker is lost."""
+        return self.rank == 0 or self.has_launcher
 
 
 class Ready(Checked):

@@ -84,7 +84,7 @@ class Join:
             host=machine.host_name(),
             pid=machine.own_pid(),
             agent=machine.own_pid(),
-            starts_again=spec.rank == 0 or task.launched is not None or spec.started_by is not None,
+            has_launcher=task.launched is not None or spec.started_by is not None,
             goes_on=so_far,
         )
         """What this rank knows of itself so far, and says in its hello."""
@@ -196,8 +196,8 @@ class Join:
     def take_news(self, news: messages.News) -> None:
         """Take rank 0's news of which ranks are here and which are missing, and how long rank 0 has waited for them."""
         if self.news is None or bool(self.news.missing) != bool(news.missing):
-            # Rank 0's time counts for all ranks, but no rank waits longer than its own time for the missing ones.
-            is_own = bool(news.missing) and not news.for_lost
+            # Rank 0's time counts, but no rank that holds no state waits longer than its own time for the missing ones.
+            is_own = bool(news.missing) and not (news.for_lost or self.info.goes_on)
             own = self._spec.join_timeout + news.waited if is_own else news.timeout
             self._waiting = Waiting(min(own, news.timeout), self._log_waiting, news.waited)
         self.news = news
@@ -225,7 +225,8 @@ class Join:
         if missing and not news.for_lost:  # otherwise rank 0 has sent a line about the lost ranks
             self._say_what_waits_beside()
             self._waiting.advise(advice_for(news.missing, run, self._own_addresses))
-            if self._spec.rank != 0 and self._waiting.waited > self._waiting.timeout + RANK_0_FIRST:
+            may_leave = self._spec.rank != 0 and self.info.goes_on is None
+            if may_leave and self._waiting.waited > self._waiting.timeout + RANK_0_FIRST:
                 raise missing_ranks_error(news, run, self._waiting.timeout, self._own_addresses)
 
     def _say_what_waits_beside(self) -> None:

@@ -281,19 +281,19 @@ class Agent:
         newest = self.held.newest()
         return newest.moment if newest is not None else None
 
-    def search_again(self, lost_at: float) -> None:
+    def search_again(self, lost_at: float, within: float) -> None:
         """Close the connection; once the worker is replaced, look for rank 0 and say hello again."""
         if self.join.connection is not None:
             self.join.connection.close()
         assert self._replacing is not None
-        self._ending.in_background(self._search_again(lost_at, self._replacing))
+        self._ending.in_background(self._search_again(lost_at, within, self._replacing))
 
-    async def _search_again(self, lost_at: float, replacing: asyncio.Task[None]) -> None:
-        run, so_far = self.rank.run, self.rank.so_far
-        assert run is not None and so_far is not None
+    async def _search_again(self, lost_at: float, within: float, replacing: asyncio.Task[None]) -> None:
+        so_far = self.rank.so_far
+        assert so_far is not None
         await asyncio.wait([replacing])
         self.join.close({})
-        spec = dataclasses.replace(self.spec, join_timeout=run.rejoin_timeout)
+        spec = dataclasses.replace(self.spec, join_timeout=within)
         so_far = replace(so_far, held=self._moment())
         self.join = Join(spec, self.task, steps=self.steps, log=self.log, so_far=so_far, since=lost_at)
         self.join.info = replace(self.join.info, pid=self.worker.pid)

@@ -24,8 +24,6 @@ from ddp_manual.wire import printable
 
 # Seconds that rank 0 keeps torch's store for ranks that are still working.
 LEAVE_TIMEOUT = 60.0
-# Why a rank looks for rank 0 that was silent, such as while it was stopped.
-LOST_ITS_SEAT = "rank 0 has not heard of this rank for too long, and has given it up"
 # Seconds. A process that has not run for this long was stopped, and was not just slow.
 A_PAUSE = 5.0
 # Before this many collectives, a program that holds its state has held it once, or has asked for the held state.
@@ -68,10 +66,10 @@ class AgentProtocol:
         rank = self._rank
         rank.now = self._heard = now
         rank.worker_number = 0
-        rank.enter(states.Waiting(lost_at=rank.lost_rank_0_at))
+        rank.enter(states.Waiting(lost=rank.without_rank_0))
         rank.take_run(run)
         self.begin()
-        if rank.lost_rank_0_at is not None and self._shell.worker.is_gone:
+        if rank.without_rank_0 is not None and self._shell.worker.is_gone:
             self._begin_anew()
         if rank.work.ready is not None:
             rank.send(messages.WorkerReady(rank.work.ready))
@@ -100,8 +98,8 @@ class AgentProtocol:
             case messages.Replace() if not isinstance(rank.state, states.Left):
                 self._shell.forget_news()
                 self._begin_anew(message.worker)
-            case messages.SeatLost() if not isinstance(rank.state, states.Looking):
-                self._look_for_rank_0(LOST_ITS_SEAT)
+            case messages.SeatLost(why) if not isinstance(rank.state, states.Looking):
+                self._look_for_rank_0(why)
             case messages.Expired():
                 self._explanation.run_expires(message.verdict)
             case messages.AskStep() if isinstance(rank.state, states.Placed):
@@ -261,7 +259,7 @@ class AgentProtocol:
     def _begin_anew(self, number: int = 0) -> None:
         """Replace the worker by the one with this number; rank 0 waits for it."""
         self._forget_worker(number)
-        self._rank.enter(states.Replacing(lost_at=self._rank.lost_rank_0_at))
+        self._rank.enter(states.Replacing(lost=self._rank.without_rank_0))
 
     def _forget_worker(self, number: int = 0) -> None:
         """End the worker and start another one. What the old worker has said counts no longer."""
@@ -281,7 +279,7 @@ class AgentProtocol:
         """Note that another worker runs."""
         self.begin()
         if isinstance(self._rank.state, states.Replacing):
-            self._rank.enter(states.Waiting(lost_at=self._rank.lost_rank_0_at))
+            self._rank.enter(states.Waiting(lost=self._rank.without_rank_0))
 
     def cannot_start_worker(self, error: OSError, now: float) -> None:
         """Note that no worker can be started, such as because of EMFILE."""
@@ -292,15 +290,17 @@ class AgentProtocol:
         """Keep the state, and say hello again where rank 0 is expected; ``stopped`` says what has stopped it."""
         rank = self._rank
         assert rank.run is not None and rank.so_far is not None
-        losses = rank.so_far.losses + (rank.lost_rank_0_at is not None)  # + 1: lost again before the ranks could go on
-        lost_at = rank.lost_rank_0_at or rank.now
+        lost = rank.without_rank_0
+        losses = rank.so_far.losses + (lost is not None)  # + 1: lost again before the ranks could go on
+        lost = lost or states.WithoutRank0(rank.now)
+        within = rank.run.rejoin_timeout - lost.looked
         rank.so_far = replace(rank.so_far, lost=printable(why), losses=losses)
-        looks = f"this rank keeps its state, and looks for rank 0 for {rank.run.rejoin_timeout:.0f} s"
+        looks = f"this rank keeps its state, and looks for rank 0 for {within:.0f} s"
         self._shell.log("; ".join(filter(None, (why, stopped, looks))))
         if not isinstance(rank.state, states.Replacing):
             self._forget_worker()
-        rank.enter(states.Looking(lost_at=lost_at))
-        self._shell.search_again(lost_at)
+        rank.enter(states.Looking(lost=lost, began=rank.now))
+        self._shell.search_again(lost.since, within)
 
     def _begin_leaving(self) -> None:
         """Leave, because the worker has done its work and has left."""

@@ -94,8 +94,9 @@ class Shell(Protocol):
     def end_worker(self) -> None:
         """End the worker, and start no other one yet."""
 
-    def search_again(self, lost_at: float) -> None:
-        """Close the connection; look for rank 0 once the worker is replaced, and call ``joined`` if it is found."""
+    def search_again(self, lost_at: float, within: float) -> None:
+        """Close the connection; look for rank 0 once the worker is replaced, and call ``joined`` if it is found within
+        so many seconds. ``lost_at`` says when rank 0 was lost."""
 
     def leave_in_order(self, within: float) -> None:
         """Call ``others_have_left``; on rank 0 only when the other ranks have left, or after ``within`` seconds."""

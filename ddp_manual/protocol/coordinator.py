@@ -112,6 +112,9 @@ class CoordinatorProtocol:
         """Tell the ranks that are still connected that rank 0 leaves; if not all have joined, also why."""
         self.recovery.now = now
         if error is not None and not self.roll_call.works:
+            if not isinstance(error, Stopped) and self.recovery.is_awaited(self.roll_call.rank_0):
+                for rank in [rank for rank in self._peers if rank and self.roll_call.has_worked_before(rank)]:
+                    self.recovery.vacate_seat(self._peers.pop(rank), f"rank 0 has left: {error.what}")
             when = "while a lost rank's seat was free" if self._policy.began else "before all ranks had joined"
             left = f"rank 0 ({self.run.host}, pid {self.run.pid}) left {when}"
             again = self.run.start_again if self._policy.began else "start all ranks again"
@@ -210,8 +213,9 @@ class CoordinatorProtocol:
             case messages.Finished():
                 self._watch.end_of_work.finish(rank, now)
             case messages.Failed():
-                self._take_failure(peer, rank, message)
-            case messages.LostRank0(words):  # this rank 0 was stopped for long, and runs again
+                self._take_failure(rank, message)
+            case messages.LostRank0(words) if 0 in self.roll_call.members:
+                # This rank 0 was stopped for long, and runs again.
                 rank_0, about_it = self.roll_call.info(0), replace(words, why=named_from_outside(words.why, rank))
                 if not self.recovery.works(rank) or self.run.on_loss != LEAVE:
                     self._lose_connection(rank, f"has given up {rank_0.who}, which was silent for too long")
@@ -269,7 +273,7 @@ class CoordinatorProtocol:
             left = f"rank {rank} had done its work and has left, so the others cannot begin anew with it"
             self._watch.end_of_work.end_the_run(replace(lost, why=f"{lost.why}\n{left}", next=self.run.start_again))
 
-    def _take_failure(self, peer: Peer, rank: int, failed: messages.Failed) -> None:
+    def _take_failure(self, rank: int, failed: messages.Failed) -> None:
         """Handle the end of a worker: ``failed`` has its own last words, or what its agent says about it."""
         info, judged, what = self.roll_call.info(rank), failed.judged, printable(failed.words.what)
         verdict = verdict_words.verdict_about(info, failed.words, judged=judged, is_loss=judged)
@@ -280,28 +284,10 @@ class CoordinatorProtocol:
             self._watch.take_failure(verdict, broken_at, self.recovery.now, in_a_collective=in_a_collective)
             return
         if info.starts_again and self._policy.count_try(rank):
-            self._peers.send_to_all(messages.Line(f"{what}; another worker is started"))
-            self.roll_call.forget_workers([rank])
-            self._policy.held.pop(rank, None)
-            self.recovery.replace_worker(peer)
+            self.recovery.try_again(rank, what)
             return
         _, is_gone, reason = what.partition(" is gone: ")
-        how = f"is gone: {reason}" if is_gone and failed.judged else f"left again: {what}"
-        del self._peers[rank]
-        if rank == 0:  # it leaves: a rank that says hello now goes on looking for another rank 0
-            self.roll_call.end()
-        self.recovery.miss_again(rank, how)
-        if judged and self._wait_for_another(info):
-            self.recovery.end_process(peer, verdict)
-        else:
-            peer.connection.send(messages.RunEnds(verdict))
-
-    def _wait_for_another(self, info: RankInfo) -> bool:
-        """Return whether the others wait until somebody types the command of a rank that has ended."""
-        if not self.roll_call.admits or self.failure is not None:
-            return False
-        has_launcher = info.starts_again and not self._policy.began  # which ends the others too
-        return "{rank}" in self.run.command and not has_launcher
+        self.recovery.lose_again(verdict, f"is gone: {reason}" if is_gone and judged else f"left again: {what}")
 
     # -- as time goes by ----------------------------------------------------------------------------------------
 

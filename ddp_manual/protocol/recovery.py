@@ -21,7 +21,10 @@ from ddp_manual.protocol.run_states import Working
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.verdict_words import without_start_again
 from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
-from ddp_manual.ranks_and_runs import RunInfo, Verdict
+from ddp_manual.ranks_and_runs import RankInfo, RunInfo, Verdict
+
+# Why a rank that was silent, such as while it was stopped, asks for its seat again.
+LOST_ITS_SEAT = "rank 0 has not heard of this rank for too long, and has given it up"
 
 
 class Recovery:
@@ -71,6 +74,36 @@ class Recovery:
             self.shrink_if_due()
             self.hear_held()
 
+    def try_again(self, rank: int, what: str) -> None:
+        """Have the agent of a rank replace a worker that has not come to work; ``what`` says what became of it."""
+        self.peers.send_to_all(messages.Line(f"{what}; another worker is started"))
+        self._roll_call.forget_workers([rank])
+        self.policy.held.pop(rank, None)
+        self.replace_worker(self.peers[rank])
+
+    def lose_again(self, verdict: Verdict, how: str) -> None:
+        """End the agent of a rank whose worker has not come to work, and wait again for that rank."""
+        rank = verdict.rank
+        info, peer = self._roll_call.info(rank), self.peers.pop(rank)
+        if rank == 0:  # it leaves: a rank that says hello now goes on looking for another rank 0
+            self._roll_call.end()
+        self.miss_again(rank, how)
+        of_this_rank = verdict.judged or self.policy.began  # else its code may raise in every rank
+        if of_this_rank and self.is_awaited(info):
+            self.end_process(peer, verdict)
+        else:
+            peer.connection.send(messages.RunEnds(verdict))
+
+    def is_awaited(self, info: RankInfo) -> bool:
+        """Return whether the others wait until somebody starts a rank again whose process has ended, or look for it."""
+        if self.watch.end_of_work.failure is not None or self._roll_call.stopping:
+            return False
+        if not (info.rank or self.policy.began):  # those that are here leave with it
+            return not (self.peers or info.has_launcher)
+        if info.rank and self.policy.began:
+            return "{rank}" in self._run.command  # such as with ``launch``, but not with srun
+        return not info.has_launcher  # which ends the others too, or starts all again
+
     def give_up_lost(self) -> None:
         """Begin anew without the processes of ranks that were lost: the other agents replace their workers."""
         lost, state = self.watch.take_lost(), self._roll_call.state
@@ -89,19 +122,22 @@ class Recovery:
                 self.end_process(peer, lost[rank].verdict)
 
     def end_process(self, peer: Peer, verdict: Verdict) -> None:
-        """Tell a process whose seat is free again why it ends, and that the others wait for another one."""
+        """Tell a process whose seat is free again why it ends, and that the others wait, or look, for another one."""
         peer.rank = None
-        look = without_start_again(verdict.next)
+        look, where = without_start_again(verdict.next), self._run.where_to_type
         others = "go on without it until then" if self._roll_call.is_left_out(verdict.rank) else "wait for it"
-        seat = f"then start this rank again, {self._run.where_to_type}: the others {others}"
+        if not verdict.rank:
+            where = where if self._run.only_on_its_host else f"at {self._run.address}"
+            others = "look for it there"
+        seat = f"then start this rank again, {where}: the others {others}"
         next = "\n".join(filter(None, (look, seat, self._run.command_for(verdict.rank))))
         peer.connection.send(messages.RunEnds(replace(verdict, next=next)))
 
     @staticmethod
-    def vacate_seat(peer: Peer) -> None:
-        """Tell a silent process, which may run again one day, that it has to ask for its seat again."""
+    def vacate_seat(peer: Peer, why: str = LOST_ITS_SEAT) -> None:
+        """Tell a process, which may be silent and run again one day, that it has to ask for its seat again."""
         peer.rank = None
-        peer.connection.send(messages.SeatLost())
+        peer.connection.send(messages.SeatLost(why))
         peer.connection.close()
 
     def _is_restarted(self, rank: int, loss: Loss) -> bool:
@@ -121,7 +157,7 @@ class Recovery:
         self.watch = Watch(self._roll_call, self.peers, now)
         self.stop_step = StopStep(self.peers)
         self._roll_call.begin_again(at_work, now - missing_for, self._run.rejoin_timeout)
-        self.policy.begin(lost, now, back, replaced=at_work)
+        self.policy.begin(lost, now, back, at_work, self._roll_call.missing)
         for rank in at_work:
             self.replace_worker(self.peers[rank])
         self.shrink_if_due()

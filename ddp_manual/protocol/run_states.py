@@ -45,6 +45,10 @@ class Gathering:
         """Return the seconds for which ranks were missing, without those in which all were here."""
         return (now if self.loading_since is None else self.loading_since) - self.missing_since
 
+    def load_again(self, now: float) -> None:
+        """Give the ranks, which are all here, the whole time to load torch once more."""
+        self.missing_since, self.loading_since = now - self.missing_for(now), now
+
     @property
     def since(self) -> float:
         return self.missing_since if self.loading_since is None else self.loading_since

@@ -39,13 +39,24 @@ class Searching:
     """The agent looks for rank 0 and says hello, for ``join_timeout`` at most."""
 
 
+@dataclass(frozen=True)
+class WithoutRank0:
+    """The time since rank 0 was lost, until all ranks go on."""
+
+    since: float
+    """When rank 0 was lost; the first time, if it was lost again before the ranks could go on."""
+    looked: float = 0.0
+    """The seconds in which the agent has looked for rank 0, without the present search."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Looking:
     """Rank 0 was lost: the agent keeps the state of the training, and looks for another rank 0 for ``rejoin_timeout``
-    at most."""
+    at most, also if one that it finds is lost again at once."""
 
-    lost_at: float
-    """When rank 0 was lost; the first time, if it was lost again before the ranks could go on."""
+    lost: WithoutRank0
+    began: float
+    """When it began to look."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +64,8 @@ class Waiting:
     """Rank 0 has admitted this rank, and other ranks are missing or load torch. Rank 0 knows how long to wait; if it is
     silent, it is lost after ``silent_after``."""
 
-    lost_at: float | None
-    """When the rank 0 before this one was lost, if the ranks have not gone on since."""
+    lost: WithoutRank0 | None
+    """The loss of the rank 0 before this one, if the ranks have not gone on since."""
 
 
 class Replacing(Waiting):

@@ -64,9 +64,12 @@ class ThisRank:
         return self.so_far is not None and self.number != 0
 
     @property
-    def lost_rank_0_at(self) -> float | None:
-        """When rank 0 was lost, if the ranks have not gone on since."""
-        return self.state.lost_at if isinstance(self.state, (states.Looking, states.Waiting)) else None
+    def without_rank_0(self) -> states.WithoutRank0 | None:
+        """The loss of rank 0, if the ranks have not gone on since; its search counts that has just ended."""
+        if isinstance(self.state, states.Looking):
+            lost = self.state.lost
+            return states.WithoutRank0(lost.since, lost.looked + self.now - self.state.began)
+        return self.state.lost if isinstance(self.state, states.Waiting) else None
 
     def send(self, message: messages.FromRank) -> None:
         """Send a message to rank 0; a message about the worker carries the worker's number."""

@@ -269,7 +269,10 @@ class Meeting:
         self._recovery.shrink_if_due(state.tick(self._now, all_here=self._roll_call.all_here))
         waited = state.tick(self._now, all_here=self._roll_call.all_here)
         if waited > state.limit:
-            self._end_the_wait(waited)
+            if self._policy.began and self._roll_call.all_here:
+                self._give_up_slow(state, waited)
+            else:
+                self._end_the_wait(waited)
         elif self._roll_call.changed and self._now >= self._next_news:
             self._next_news = self._now + len(self._peers) * NEWS_EACH
             self._send_news()
@@ -290,6 +293,19 @@ class Meeting:
             self._peers.send_to_all(messages.Expired(never_taken))
             self._roll_call.stopping.update(self._roll_call.members)
             self._recovery.shrink_if_due()
+
+    def _give_up_slow(self, state: Gathering, waited: float) -> None:
+        """Replace workers that have not loaded torch in time; end newcomers, and ranks that have tried three times."""
+        state.load_again(self._now)
+        how = f"has not loaded torch within {waited:.0f} s"
+        for rank in self._roll_call.ranks(Seat.LOADING):
+            info = self._roll_call.info(rank)
+            if self._roll_call.has_worked_before(rank) and self._policy.count_try(rank):
+                self._recovery.try_again(rank, f"{info.who} {how}")
+            elif not self._roll_call.is_over:  # rank 0, which is the first, may have given itself up
+                next = "look at what it says, and whether its disk or file server is slow"
+                slow = verdict_words.lost_rank(info, how, why="its worker runs, and has not said why", next=next)
+                self._recovery.lose_again(verdict_words.verdict_about(info, LastWords.of(slow)), how)
 
     def _send_news(self) -> None:
         state, for_lost = self._roll_call.state, self._policy.began and not self._policy.adopted

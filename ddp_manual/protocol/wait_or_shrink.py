@@ -66,7 +66,7 @@ class WaitOrShrink:
         self.count, self.seconds = 0, 0.0
         """How many losses there were, and the sum of the seconds from each loss until all ranks went on."""
         self.lost: dict[int, Verdict] = {}
-        """The ranks that were lost in this pause, or in the last one."""
+        """The ranks that were lost in this pause, or in the last one, or before it and are missing since."""
         self.back: set[int] = set()
         """The ranks that had come back to a world that has shrunk, if this pause, or the last one, is for them."""
         self.held: dict[int, Moment | None] = {}
@@ -101,16 +101,23 @@ class WaitOrShrink:
         return self.paused and self._went_on is None
 
     def begin(
-        self, lost: Mapping[int, Loss], now: float, back: Collection[int] = (), replaced: Collection[int] = ()
+        self,
+        lost: Mapping[int, Loss],
+        now: float,
+        back: Collection[int] = (),
+        replaced: Collection[int] = (),
+        missing: Collection[int] = (),
     ) -> None:
         """Note that all begin anew: these ranks were ``lost``, or others are ``back`` in a world that has shrunk.
 
         Args:
+            missing: the ranks whose seats are free, perhaps since an earlier loss.
             replaced: the ranks whose workers are replaced, and whose agents will say what they hold.
         """
         own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE and not loss.is_newcomer}
         self._pause = Pause(now, own_code)
-        self.lost, self.back = {rank: loss.verdict for rank, loss in lost.items()}, {*back}
+        before = {rank: verdict for rank, verdict in self.lost.items() if rank in missing}
+        self.lost, self.back = before | {rank: loss.verdict for rank, loss in lost.items()}, {*back}
         for rank in {*lost, *replaced}:
             self.held.pop(rank, None)
         self.count += len(lost)
@@ -261,7 +268,8 @@ class WaitOrShrink:
         return self._pause.said
 
     def _words_of_loss(self, roll_call: RollCall) -> str:
-        run, here, missing = roll_call.run, roll_call.have_worked, roll_call.missing
+        run, missing = roll_call.run, roll_call.missing
+        here = {rank for rank in roll_call.members if roll_call.has_worked_before(rank)}
         moment, _ = self.newest(here)
         holders = [rank for rank in sorted(here) if self.held.get(rank) == moment]
         state = "no state is held yet"
@@ -270,7 +278,8 @@ class WaitOrShrink:
         elif moment is not None:
             state = f"state of step {moment.step} is held by {in_words(as_ranges(holders))}"
         seats = missing or sorted(self.lost.keys() & set(roll_call.left_out))
-        whats = "; ".join(verdict.what for rank, verdict in self.lost.items() if rank in seats or not seats)
+        known = [rank for rank in self.lost if rank in seats] or [*self.lost]
+        whats = "; ".join(self.lost[rank].what for rank in known)
         if not seats:
             return f"{whats}. It is started again; {state}"
         commands = "\n".join(dict.fromkeys(run.command_for(rank) for rank in seats))

@@ -15,9 +15,10 @@ from unittest import mock
 
 from ddp_manual.messages import OfWorker
 from ddp_manual.protocol import states
-from ddp_manual.protocol.agent import LEAVE_TIMEOUT, LOST_ITS_SEAT
+from ddp_manual.protocol.agent import LEAVE_TIMEOUT
 from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from ddp_manual.protocol.handshakes import Peer
+from ddp_manual.protocol.recovery import LOST_ITS_SEAT
 from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.protocol.wait_or_shrink import SURVIVORS_WITHIN
 from tests.simulation.plan import OF_LINKS, SILENT
@@ -217,7 +218,7 @@ class Moments:
         zero = next((one for one in reversed(run.ranks) if one.number == 0 and one.belongs and one.runs), None)
         if zero is None or run.began is None or zero.typed < run.began or any(rank.signals for rank in run.ranks):
             return set()
-        until = zero.typed + run.plan.peer_timeout + 1 + SURVIVORS_WITHIN
+        until = zero.typed + min(run.plan.peer_timeout + 1 + SURVIVORS_WITHIN, run.plan.rejoin_timeout)
         cut = any(fault.kind in OF_LINKS and at + fault.seconds > zero.typed for at, fault in run.struck)
         if run.loop.now > until or cut:
             return set()

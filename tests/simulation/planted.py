@@ -168,6 +168,21 @@ FAULTS = (
         "self._shell.leave_in_order(math.inf)  # rank 0's worker has torch's store, which others may need",
         "pass",
     ),
+    Planted(
+        "the state goes with rank 0",
+        "if not isinstance(error, Stopped) and self.recovery.is_awaited(self.roll_call.rank_0):",
+        "if False:",
+    ),
+    Planted(
+        "the state goes with a slow rank",
+        "            if self._policy.began and self._roll_call.all_here:\n",
+        "            if False:\n",
+    ),
+    Planted(
+        "lines after the error",
+        "        self._ending.cancel_background()  # it might print something after the error\n",
+        "",
+    ),
     Planted("any token will do", "if not hmac.compare_digest(", "if None is hmac.compare_digest("),
 )
 
