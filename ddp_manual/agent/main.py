@@ -271,7 +271,7 @@ class Agent:
             self.protocol.cannot_start_worker(error, time.monotonic())
             return
         await self._attach()
-        self.protocol.worker_replaced()
+        self.protocol.worker_replaced(time.monotonic())
 
     def end_worker(self) -> None:
         self._ending.in_background(self.worker.end(None, own=True))

@@ -26,6 +26,8 @@ from ddp_manual.wire import printable
 LEAVE_TIMEOUT = 60.0
 # Seconds. A process that has not run for this long was stopped, and was not just slow.
 A_PAUSE = 5.0
+# Seconds to look for rank 0 once more, if the time for that is up and a rank 0 that was found is lost again.
+A_LAST_LOOK = 1.0
 # Before this many collectives, a program that holds its state has held it once, or has asked for the held state.
 HOLDS_BEFORE = 20
 
@@ -275,11 +277,15 @@ class AgentProtocol:
         self._rank.worker_number = number
         self._rank.send(messages.Held(held, self._shell.held_steps))
 
-    def worker_replaced(self) -> None:
+    def worker_replaced(self, now: float) -> None:
         """Note that another worker runs."""
+        rank = self._rank
+        rank.now = now
         self.begin()
-        if isinstance(self._rank.state, states.Replacing):
-            self._rank.enter(states.Waiting(lost=self._rank.without_rank_0))
+        if isinstance(rank.state, states.Replacing):
+            rank.enter(states.Waiting(lost=rank.without_rank_0))
+        elif isinstance(rank.state, states.Looking):
+            rank.enter(states.Looking(lost=rank.state.lost, began=now))
 
     def cannot_start_worker(self, error: OSError, now: float) -> None:
         """Note that no worker can be started, such as because of EMFILE."""
@@ -293,7 +299,7 @@ class AgentProtocol:
         lost = rank.without_rank_0
         losses = rank.so_far.losses + (lost is not None)  # + 1: lost again before the ranks could go on
         lost = lost or states.WithoutRank0(rank.now)
-        within = rank.run.rejoin_timeout - lost.looked
+        within = max(rank.run.rejoin_timeout - lost.looked, A_LAST_LOOK)
         rank.so_far = replace(rank.so_far, lost=printable(why), losses=losses)
         looks = f"this rank keeps its state, and looks for rank 0 for {within:.0f} s"
         self._shell.log("; ".join(filter(None, (why, stopped, looks))))

@@ -112,20 +112,29 @@ class CoordinatorProtocol:
         """Tell the ranks that are still connected that rank 0 leaves; if not all have joined, also why."""
         self.recovery.now = now
         if error is not None and not self.roll_call.works:
-            if not isinstance(error, Stopped) and self.recovery.is_awaited(self.roll_call.rank_0):
-                for rank in [rank for rank in self._peers if rank and self.roll_call.has_worked_before(rank)]:
-                    self.recovery.vacate_seat(self._peers.pop(rank), f"rank 0 has left: {error.what}")
             when = "while a lost rank's seat was free" if self._policy.began else "before all ranks had joined"
             left = f"rank 0 ({self.run.host}, pid {self.run.pid}) left {when}"
             again = self.run.start_again if self._policy.began else "start all ranks again"
             own = "" if isinstance(error, Stopped) else verdict_words.without_start_again(error.next)
-            self.meeting.refuse_all(MasterLost(left, why=error.what, next="\nthen ".join(filter(None, (own, again)))))
+            next = "\nthen ".join(filter(None, (own, again)))
+            if not isinstance(error, Stopped) and self.recovery.is_awaited(self.roll_call.rank_0):
+                next = f"start rank 0 again, and this rank: others look for rank 0\n{self.run.command_for(0)}"
+                self._leave_to_another_rank_0(error)
+            self.meeting.refuse_all(MasterLost(left, why=error.what, next=next))
         self.roll_call.end()
         if error is None and self.failure is None:
             for rank in self.others_still_here:
                 self._peers[rank].connection.send(messages.Rank0Leaves())
             for peer in [peer for rank, peer in self._peers.items() if not self.roll_call.has_worked(rank)]:
                 self.handshakes.refuse(peer, RUN_IS_OVER)
+
+    def _leave_to_another_rank_0(self, error: DdpManualError) -> None:
+        """Have the ranks that hold the state of this run look for another rank 0."""
+        for rank in self.recovery.survivors:
+            self.recovery.vacate_seat(self._peers.pop(rank), f"rank 0 has left: {error.what}")
+        for peer in [peer for peer, info in self.handshakes.claims.items() if info.goes_on]:
+            self.handshakes.forget(peer)
+            peer.connection.send(messages.Later())
 
     def observers(self) -> list[Peer]:
         """Return the connections that have asked to see the run."""

@@ -98,11 +98,23 @@ class Recovery:
         """Return whether the others wait until somebody starts a rank again whose process has ended, or look for it."""
         if self.watch.end_of_work.failure is not None or self._roll_call.stopping:
             return False
-        if not (info.rank or self.policy.began):  # those that are here leave with it
-            return not (self.peers or info.has_launcher)
         if info.rank and self.policy.began:
             return "{rank}" in self._run.command  # such as with ``launch``, but not with srun
+        if info.rank == 0 and not self._is_looked_for:
+            return False
         return not info.has_launcher  # which ends the others too, or starts all again
+
+    @property
+    def _is_looked_for(self) -> bool:
+        """Whether another rank looks for another rank 0 if this one leaves; before the run has begun, those that are
+        here leave with it."""
+        return bool(self.survivors) if self.policy.began else not self.peers and self._run.world_size > 1
+
+    @property
+    def survivors(self) -> list[int]:
+        """The ranks, without rank 0, that are here and have been in the run: they look for rank 0 when it is lost."""
+        here = self._roll_call.members.keys() & self.peers.keys() - {0}
+        return [rank for rank in sorted(here) if self._roll_call.has_worked_before(rank)]
 
     def give_up_lost(self) -> None:
         """Begin anew without the processes of ranks that were lost: the other agents replace their workers."""

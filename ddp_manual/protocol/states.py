@@ -56,7 +56,7 @@ class Looking:
 
     lost: WithoutRank0
     began: float
-    """When it began to look."""
+    """When it began to look, once its worker was replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)

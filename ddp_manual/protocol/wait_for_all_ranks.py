@@ -304,7 +304,7 @@ class Meeting:
                 self._recovery.try_again(rank, f"{info.who} {how}")
             elif not self._roll_call.is_over:  # rank 0, which is the first, may have given itself up
                 next = "look at what it says, and whether its disk or file server is slow"
-                slow = verdict_words.lost_rank(info, how, why="its worker runs, and has not said why", next=next)
+                slow = verdict_words.lost_rank(info, how, why="its worker has not ended", next=next)
                 self._recovery.lose_again(verdict_words.verdict_about(info, LastWords.of(slow)), how)
 
     def _send_news(self) -> None:

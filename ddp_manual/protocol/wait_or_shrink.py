@@ -278,8 +278,9 @@ class WaitOrShrink:
         elif moment is not None:
             state = f"state of step {moment.step} is held by {in_words(as_ranges(holders))}"
         seats = missing or sorted(self.lost.keys() & set(roll_call.left_out))
-        known = [rank for rank in self.lost if rank in seats] or [*self.lost]
-        whats = "; ".join(self.lost[rank].what for rank in known)
+        whats = "; ".join(verdict.what for rank, verdict in self.lost.items() if rank in seats or not seats)
+        are = "are" if len(seats) > 1 else "is"
+        whats = whats or f"{in_words(as_ranges(seats))} {are} not back since rank 0 was lost"
         if not seats:
             return f"{whats}. It is started again; {state}"
         commands = "\n".join(dict.fromkeys(run.command_for(rank) for rank in seats))

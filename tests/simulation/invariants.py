@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ddp_manual.agent.reachability import CONNECT_TIMEOUT
-from ddp_manual.errors import PeerLost, PortInUse, RankMissing, RankTaken, TrainingFailed
+from ddp_manual.errors import BadOption, PeerLost, PortInUse, RankMissing, RankTaken, TrainingFailed
 from ddp_manual.protocol import states
 from ddp_manual.protocol.reachability import ALL_PAIRS_UP_TO
 from ddp_manual.signal_handlers import ONCE_WITHIN
@@ -80,7 +80,7 @@ def check(run: Run) -> None:
             breaks(7, f"{rank.who} gives up {rank.held.moment}: {rank.errors[0].what}")
         is_left = errors == 1 and "seat was free" in rank.errors[0].what and not plan.launched
         is_left = is_left and not any(one.signals for one in run.ranks)
-        gave_up = errors == 1 and (is_left or isinstance(rank.errors[0], RankMissing))
+        gave_up = errors == 1 and (is_left or isinstance(rank.errors[0], (BadOption, RankMissing)))
         if gave_up and rank.held is not None and rank.held.moment is not None:
             breaks(7, f"{rank.who} gives up {rank.held.moment}: {rank.errors[0].what}")
         check_what_is_held(run, rank)

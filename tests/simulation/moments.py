@@ -218,7 +218,9 @@ class Moments:
         zero = next((one for one in reversed(run.ranks) if one.number == 0 and one.belongs and one.runs), None)
         if zero is None or run.began is None or zero.typed < run.began or any(rank.signals for rank in run.ranks):
             return set()
-        until = zero.typed + min(run.plan.peer_timeout + 1 + SURVIVORS_WITHIN, run.plan.rejoin_timeout)
+        until = zero.typed + run.plan.peer_timeout + 1 + SURVIVORS_WITHIN
+        if any("(--rejoin_timeout): all" in line for _, line in zero.lines):
+            until = zero.typed + run.plan.rejoin_timeout
         cut = any(fault.kind in OF_LINKS and at + fault.seconds > zero.typed for at, fault in run.struck)
         if run.loop.now > until or cut:
             return set()
