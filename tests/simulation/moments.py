@@ -56,7 +56,7 @@ class Moments:
         self.done_at: dict[Program, float] = {}
         """When the work of a program was done."""
         self._looked = 0.0
-        self._miss_anew()
+        self.miss_anew()
         self._cut_off: set[Rank] = set()
         self._zero: Rank | None = None
 
@@ -82,25 +82,22 @@ class Moments:
                 self.unheard_since[rank] = self.unheard_since.get(rank, now) if can_judge else now
         if zero is not self._zero or not can_judge:
             self._zero = zero
-            self._miss_anew()
+            self.miss_anew()
         if can_judge and zero is not None:
             self._seats_can_be_taken(zero)
             self._the_wait_ends(zero, passed)
         elif zero is None:
             self._store_is_kept()
 
-    def begin(self) -> None:
-        """Note that the run has begun."""
-        self._miss_anew()
-
-    def _miss_anew(self) -> None:
+    def miss_anew(self) -> None:
         """Count anew which ranks are missed, and for how long."""
         self._missed: set[int] = set()
         self._missing_for = 0.0
 
     def comes_back(self, rank: Rank) -> None:
         """Note that a process which has worked before works again: if it is lost once more, all wait for it anew."""
-        self._missed.discard(rank.number)
+        if rank.belongs and rank.generation >= 0:
+            self._missed.discard(rank.number)
 
     def hears(self, rank: Rank) -> None:
         """Note that a rank has just been told something: it is heard, if only for a moment."""
@@ -151,7 +148,7 @@ class Moments:
         waits += (plan.peer_timeout + 1) * max(1, sum(fault.kind in SILENT for _, fault in run.struck))
         if self._missing_for > waits + plan.loads[1] + 3 * plan.step_seconds + SLACK:
             run.break_invariant(11, f"{zero.who} waits on for ranks that have been missing for too long")
-            self._miss_anew()
+            self.miss_anew()
 
     def _store_is_kept(self) -> None:
         """13: once its work is done, rank 0's worker keeps torch's store for the ranks that still work."""
@@ -176,7 +173,7 @@ class Moments:
         """Note that a program has done a step with all others."""
         if program.step not in self.run.line:
             self.workers.clear()
-        self._miss_anew()
+        self.miss_anew()
         now = self.run.loop.now
         is_known = program.generation == 0 or now - (program.first_step or now) > SAID_WITHIN
         if is_known and not program.rank.process.frozen:  # the worker of a stopped agent may work on

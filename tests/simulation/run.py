@@ -109,17 +109,18 @@ class Run:
     def check_group(self, group: Group, program: Program) -> None:
         if self.began is None:
             self.began = self.loop.now
-            self.moments.begin()
+            self.moments.miss_anew()
         if group.generation != program.generation or group.size != program.place["world_size"]:
             self.break_invariant(5, f"{program.rank.who} joins a group of another generation")
         here = {member.rank.number for member in group.members.values()}
         if not here:  # steps of a generation are done again if no rank that has been in it lives, or was done
-            known = max((rank.generation for rank in self.ranks if rank.runs or rank.exit_code == 0), default=-1)
+            alive = [rank for rank in self.ranks if (rank.runs and not rank.process.frozen) or rank.exit_code == 0]
+            known = max((rank.generation for rank in alive), default=-1)
             self.line = {step: generation for step, generation in self.line.items() if generation <= known}
         if program.generation <= program.rank.generation:
             self.break_invariant(5, f"{program.rank.who} begins generation {program.generation} once more")
-        if program.rank.generation >= 0:
-            self.moments.comes_back(program.rank)
+        for rank in [one for one in self.ranks if one.runs] if group.size == self.plan.ranks else [program.rank]:
+            self.moments.comes_back(rank)
         program.rank.generation = program.generation
         if program.rank.number in here:
             self.break_invariant(4, f"{program.rank.who} works beside another process of the same seat")
@@ -137,8 +138,10 @@ class Run:
 
     def check_beginning(self, program: Program, step: int) -> None:
         """Check that the run goes on from the newest moment that a living holder had when the state was given out."""
-        newest = program.group.newest if program.group is not None else None
-        if step != (newest.step if newest else 0):
+        group = program.group
+        assert group is not None
+        newest = group.newest
+        if step != (newest.step if newest else 0) and not group.broken:  # behind a cut the state of one may come late
             self.break_invariant(6, f"{program.rank.who} goes on from step {step}, {newest} is held")
 
     def check_kill(self, program: Program) -> None:
