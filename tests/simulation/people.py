@@ -203,9 +203,9 @@ class People:
 
     def type_again_later(self, rank: Rank) -> None:
         """Have a person type the command of a rank that was lost again, if the others wait for it."""
-        plan = self._run.plan
+        plan, rank_0s_host = self._run.plan, self._run.network.hosts[self._run.plan.hosts[0]]
         tries = [other for other in self._run.ranks if other.number == rank.number and other.belongs]
-        in_vain = sum(other.exit_code == 11 for other in tries)  # rank 0 was not to be found
+        in_vain = sum(rank_0s_host.up and other.exit_code == 11 for other in tries)  # rank 0 was not to be found
         before = len(tries) - min(in_vain, MOST_IN_VAIN)
         if (
             plan.on_loss == "leave"
