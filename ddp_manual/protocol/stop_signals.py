@@ -96,20 +96,20 @@ class StopSignals:
             seen_by: ``agent`` or ``script``. A terminal sends Ctrl-C to both; that counts once.
         """
         rank, worker = self._rank, self._shell.worker
-        if isinstance(rank.state, states.Ended) and any((worker.ended, worker.has_started_its_agent, self.are_taken)):
-            if rank.now - self._first_at.setdefault(seen_by, rank.now) > ONCE_WITHIN:
-                worker.until = 0  # it is ending, and gets no more time for that
+        needs_no_signal = any((worker.ended, worker.has_started_its_agent, self.are_taken))
+        if needs_no_signal and isinstance(rank.state, states.Ended):
             return
         if number == signal.SIGINT and worker.beat.debugging:
             return  # Ctrl-C is for the debugger
         # If rank 0 stops, the run is over; if any other rank stops, the others wait for it.
         leads = rank.so_far is not None and rank.number == 0
         again = rank.again if leads or isinstance(rank.state, states.Placed) else ""
+        restarts = rank.so_far is not None and isinstance(rank.state, states.Waiting)
         if worker.has_started_its_agent and not self.are_taken:  # the script gets each signal itself
             if number == signal.SIGTERM:
                 self.passed_on = self.passed_on or number
                 worker.until = rank.now + SAVE_WITHIN if worker.until is None else worker.until
-        elif error := self._handle(number, seen_by, again, rank.now):
+        elif error := self._handle(number, seen_by, again, rank.now, restarts=restarts):
             self._end_at_once(error)
 
     def _end_at_once(self, error: Stopped) -> None:
@@ -146,20 +146,21 @@ class StopSignals:
         if number == SAVE or not has_been_asked:
             self._shell.pass_on(number)
 
-    def _handle(self, number: int, seen_by: str, again: str, now: float) -> Stopped | None:
+    def _handle(self, number: int, seen_by: str, again: str, now: float, *, restarts: bool) -> Stopped | None:
         """Handle a signal; return the error that ends the rank at once, if the signal does.
 
         Args:
             again: what to do after the run has ended; "" before all ranks have joined.
+            restarts: whether all ranks begin anew after a loss, once another worker has loaded torch.
         """
         if number == SAVE:
             self._save(seen_by)
             return None
         if self._handling is Handling.BY_ITSELF and not self._first_at:  # otherwise one came before the program began
             return self._stop_program(number, again, now)
-        begins_anew = self._rank.so_far is not None and isinstance(self._rank.state, states.Waiting)
-        will_take_it = self._takes_stops and begins_anew  # once another worker has loaded torch
-        if self._handling is Handling.LOADING and not will_take_it:
+        is_early = self._handling is Handling.LOADING
+        will_take_it = restarts and self._takes_stops
+        if is_early and not will_take_it:
             return self._stopped_early(number, again)
         if seen_by == "agent":  # the program may have got the first one before it could say that it takes stops
             first_at = min(self._first_at.values(), default=self._passed_on_at if self.passed_on else now)
@@ -168,7 +169,7 @@ class StopSignals:
         if now - first_at > ONCE_WITHIN:
             return self._stopped_at_once(number, again)
         if not self._first_at:
-            if self._handling is Handling.LOADING:
+            if is_early:
                 what = "all that are here go on for a step, save a checkpoint, and stop"
             elif self._handling is Handling.DONE:
                 what = "this rank is done, and is leaving"

@@ -205,7 +205,7 @@ class Moments:
         waited = self.run.loop.now - max((self.worked.get(rank, 0.0) for rank in left_out), default=0.0)
         if plan.on_loss == "shrink" or waited >= min(plan.rejoin_timeout, plan.shrink_after or math.inf):
             self.shrunk |= left_out
-        elif left_out and not any(rank.signals and self._counts(rank) for rank in self.run.ranks):
+        elif left_out and not any(rank.signals and self.counts(rank) for rank in self.run.ranks):
             self.run.break_invariant(10, f"ranks {sorted(left_out)} are left out, which nobody has ordered")
 
     def _on_their_way(self) -> set[int]:
@@ -246,7 +246,7 @@ class Moments:
         so_far = rank.agent.rank.so_far if rank.agent is not None else None
         return so_far is not None and so_far.lost == LOST_ITS_SEAT
 
-    def _counts(self, rank: Rank) -> bool:
+    def counts(self, rank: Rank) -> bool:
         """Return whether rank 0 still counts on a process, as far as it can know."""
         unheard = self.run.loop.now - self.unheard_since.get(rank, self.run.loop.now)
         said_so = not rank.runs and rank.host.up

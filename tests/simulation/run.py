@@ -114,12 +114,13 @@ class Run:
             self.break_invariant(5, f"{program.rank.who} joins a group of another generation")
         here = {member.rank.number for member in group.members.values()}
         if not here:  # steps of a generation are done again if no rank that has been in it lives, or was done
-            alive = [rank for rank in self.ranks if (rank.runs and not rank.process.frozen) or rank.exit_code == 0]
+            alive = [rank for rank in self.ranks if (rank.runs and self.moments.counts(rank)) or rank.exit_code == 0]
             known = max((rank.generation for rank in alive), default=-1)
             self.line = {step: generation for step, generation in self.line.items() if generation <= known}
         if program.generation <= program.rank.generation:
             self.break_invariant(5, f"{program.rank.who} begins generation {program.generation} once more")
-        for rank in [one for one in self.ranks if one.runs] if group.size == self.plan.ranks else [program.rank]:
+        all_are_back = group.size == self.plan.ranks and self._is_newest(group)
+        for rank in [one for one in self.ranks if one.runs] if all_are_back and not here else [program.rank]:
             self.moments.comes_back(rank)
         program.rank.generation = program.generation
         if program.rank.number in here:
@@ -128,6 +129,9 @@ class Run:
             self.moments.grouped({*here, program.rank.number})
         if program.rank.number in self.dying and self.dying[program.rank.number] is None:
             program.later(0.0, partial(program.die, -signal.SIGKILL))
+
+    def _is_newest(self, group: Group) -> bool:
+        return all(other.generation <= group.generation for other in self.groups.values())
 
     def newest_moment(self, group: Group) -> Moment | None:
         """Return the newest moment that a living rank holds; while all stop, only ranks of this group count."""
@@ -141,7 +145,7 @@ class Run:
         group = program.group
         assert group is not None
         newest = group.newest
-        if step != (newest.step if newest else 0) and not group.broken:  # behind a cut the state of one may come late
+        if step != (newest.step if newest else 0) and self._is_newest(group):  # a cut may have held an older one up
             self.break_invariant(6, f"{program.rank.who} goes on from step {step}, {newest} is held")
 
     def check_kill(self, program: Program) -> None:

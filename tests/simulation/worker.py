@@ -407,6 +407,9 @@ class Program:
         self.later(0.05, lambda: self.die(1))
         self.hangs, self.inside = True, ""
         self.send(from_worker.Failed(words, broken=broken, in_a_collective=broken, place="train.py:12 in main"))
+        if self._takes_stops:
+            self._takes_stops = False
+            self.send(from_worker.HandlesSignals(from_worker.Handling.BY_ITSELF))
 
 
 class SimulatedWorker(Worker):
