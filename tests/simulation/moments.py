@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 SLACK = 2.5
 # Seconds until rank 0 has heard that a rank which was lost works again.
 SAID_WITHIN = 1.0
-# Workers that an agent may start before a step is done: so often can a rank come back and die within a time-out.
+# Workers that an agent may start before a step is done, or a person starts another rank 0: so often can a rank come
+# back and die within a time-out.
 MOST_WORKERS = 30
 # Seconds within which a rank that has lost rank 0 has found another one, if it is not cut off.
 COMES_BACK_WITHIN = 16.0
@@ -164,7 +165,7 @@ class Moments:
                 self.run.break_invariant(13, f"{program.rank.who} works, and rank 0 has left with torch's store")
 
     def started(self, rank: Rank) -> None:
-        """11: an agent does not start more than MOST_WORKERS workers without a new step of the run."""
+        """11: an agent does not start more than MOST_WORKERS workers without a new step or rank 0."""
         self.workers[rank] += 1
         if self.workers[rank] > MOST_WORKERS:
             self.run.break_invariant(11, f"{rank.who} starts {self.workers[rank]} workers without a step in between")

@@ -75,6 +75,8 @@ class People:
         process = Process(self._run.loop, f"rank {number}")
         rank = Rank(number, host, process, self._run, world_size, self._run.loop.now, belongs=belongs, detail=detail)
         self._run.ranks.append(rank)
+        if number == 0 and belongs:
+            self._run.moments.workers.clear()
         detail = detail if world_size == plan.ranks else f"--world_size {world_size}"
         self._run.see(rank.who, f"*** typed{f' with {detail}' if detail else ''}")
         self._run.loop.call_soon(self._begin, rank, context=process.context)
