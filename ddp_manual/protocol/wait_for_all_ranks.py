@@ -155,13 +155,14 @@ class Meeting:
             self.dismiss(rank, error, f"was refused: {error.identifier}: {error.what}")
 
     def _give_up_unreachable(self, failing: Sequence[Pair]) -> None:
-        """Give up the ranks on the one host that all failed connections have in common, if they have worked before and
-        have been cut off since; otherwise refuse the newcomers."""
+        """Give up the ranks on one host that all failed connections have in common, if they have worked before and have
+        been cut off since, and if the newest state is not held there alone; otherwise refuse the newcomers."""
         involved = [{end.host_id for end in pair[:2] if end is not None} for pair in failing]
         infos = self._roll_call.infos()
         others = {info.host_id for info in infos if info.rank == 0 or not self._roll_call.has_worked_before(info.rank)}
-        cut_off = set.intersection(*involved) - others
-        lost = [info.rank for info in infos if info.host_id in cut_off]
+        cut_off = sorted(set.intersection(*involved) - others)
+        spare = [host for host in cut_off if self._is_held_without(host)] or ([] if self._newcomers else cut_off)
+        lost = [info.rank for info in infos if info.host_id in spare[:1]]
         error = unreachable(failing)
         if not lost or not all(self._policy.count_try(rank) for rank in lost):
             self._refuse_newcomers(error)
@@ -169,6 +170,11 @@ class Meeting:
         for rank in lost:
             self._recovery.vacate_seat(self._peers.pop(rank))
             self._recovery.miss_again(rank, f"is cut off: {error.what}")
+
+    def _is_held_without(self, host: str) -> bool:
+        """Return whether the newest state, if any, is held by a rank on another host too."""
+        elsewhere = [info.rank for info in self._roll_call.infos() if info.host_id != host]
+        return self._policy.newest(elsewhere)[0] == self._policy.newest(self._roll_call.members)[0]
 
     @property
     def _newcomers(self) -> set[int]:
