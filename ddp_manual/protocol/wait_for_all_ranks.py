@@ -156,7 +156,7 @@ class Meeting:
 
     def _give_up_unreachable(self, failing: Sequence[Pair]) -> None:
         """Give up the ranks on one host that all failed connections have in common, if they have worked before and have
-        been cut off since, and if the newest state is not held there alone; otherwise refuse the newcomers."""
+        been cut off since; otherwise, or to keep the only copy of the newest state, refuse the newcomers."""
         involved = [{end.host_id for end in pair[:2] if end is not None} for pair in failing]
         infos = self._roll_call.infos()
         others = {info.host_id for info in infos if info.rank == 0 or not self._roll_call.has_worked_before(info.rank)}

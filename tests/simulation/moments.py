@@ -97,7 +97,7 @@ class Moments:
 
     def comes_back(self, rank: Rank) -> None:
         """Note that a process which has worked before works again: if it is lost once more, all wait for it anew."""
-        if rank.belongs and rank.generation >= 0:
+        if rank.runs and rank.belongs and rank.generation >= 0:
             self._missed.discard(rank.number)
 
     def hears(self, rank: Rank) -> None:

@@ -119,8 +119,8 @@ class Run:
             self.line = {step: generation for step, generation in self.line.items() if generation <= known}
         if program.generation <= program.rank.generation:
             self.break_invariant(5, f"{program.rank.who} begins generation {program.generation} once more")
-        all_are_back = group.size == self.plan.ranks and self._is_newest(group)
-        for rank in [one for one in self.ranks if one.runs] if all_are_back and not here else [program.rank]:
+        all_are_back = not here and group.size == self.plan.ranks and self._is_newest(group)
+        for rank in self.ranks if all_are_back else [program.rank]:
             self.moments.comes_back(rank)
         program.rank.generation = program.generation
         if program.rank.number in here:
