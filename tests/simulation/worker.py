@@ -185,11 +185,12 @@ class Program:
             self._say_where()
 
     def _say_where(self) -> None:
+        begun = self._steps_here + self.inside.startswith("step")
         beat = Beat(
             phase=LEAVING if self.phase == LEFT else "training" if self.phase == AT_WORK else "joining",
             epoch=1 if self.step else 0,
             step=self.step if self._steps_here else 0,
-            collectives={"0": self._steps_here} if self._steps_here else {},
+            collectives={"0": begun} if begun else {},
             inside=bool(self.inside),
             place="train.py:12 in main" if self.inside else "train.py:10 in main",
             debugging=self.debugs,
@@ -254,12 +255,11 @@ class Program:
         if not self.rank.is_script:
             self.send(from_worker.Joins())
         self.phase = AT_WORK
-        source = placed.state_from
         holder = self.run.programs_by_store(key)
         if holder is None or not holder.alive:  # torch's store is gone
             self.later(0.2, self.collective_breaks)
             return
-        own = self.held.moment.step if source == self.place["rank"] and self.held.moment is not None else 0
+        own = self.held.moment.step if placed.state_from == self.place["rank"] and self.held.moment is not None else 0
         group.arrive(self, "open", 0, lambda _: group.arrive(self, "state", own, self._go_on_from))
 
     def _go_on_from(self, step: int) -> None:
