@@ -125,8 +125,8 @@ class CoordinatorProtocol:
         if error is None and self.failure is None:
             for rank in self.others_still_here:
                 self._peers[rank].connection.send(messages.Rank0Leaves())
-            for peer in [peer for rank, peer in self._peers.items() if not self.roll_call.has_worked(rank)]:
-                self.handshakes.refuse(peer, RUN_IS_OVER)
+            for rank in self._peers.keys() - self.roll_call.have_worked:
+                self.handshakes.refuse(self._peers[rank], RUN_IS_OVER)
 
     def _leave_to_another_rank_0(self, error: DdpManualError) -> None:
         """Have the ranks that hold the state of this run look for another rank 0."""

@@ -54,7 +54,7 @@ class Recovery:
     @property
     def at_work(self) -> set[int]:
         """The ranks that have gone on together, and are still here."""
-        return {rank for rank, peer in self.peers.items() if self._roll_call.has_worked(rank) and not peer.left}
+        return {rank for rank in self.peers.keys() & self._roll_call.have_worked if not self.peers[rank].left}
 
     def works(self, rank: int) -> bool:
         """Return whether all ranks have gone on together, this one among them."""
@@ -113,8 +113,7 @@ class Recovery:
     @property
     def survivors(self) -> list[int]:
         """The ranks, without rank 0, that are here and have been in the run: they look for rank 0 when it is lost."""
-        here = self._roll_call.members.keys() & self.peers.keys() - {0}
-        return [rank for rank in sorted(here) if self._roll_call.has_worked_before(rank)]
+        return sorted(self._roll_call.members.keys() & self.peers.keys() - {0} - self._roll_call.newcomers)
 
     def give_up_lost(self) -> None:
         """Begin anew without the processes of ranks that were lost: the other agents replace their workers."""

@@ -251,17 +251,19 @@ class RollCall:
     def admits(self) -> bool:
         return not (self.is_over or self.stopping)
 
-    def has_worked(self, rank: int) -> bool:
-        """Return whether the process that has a rank now has gone on with the others before."""
-        return rank in self.members and self.members[rank].has_worked
-
     @property
     def have_worked(self) -> set[int]:
+        """The ranks whose processes have gone on with the others before."""
         return {rank for rank, member in self.members.items() if member.has_worked}
 
     def has_worked_before(self, rank: int) -> bool:
         """Return whether a rank has worked in this run before, with this rank 0 or with an earlier one."""
         return self.members[rank].has_worked or bool(self.info(rank).goes_on)
+
+    @property
+    def newcomers(self) -> set[int]:
+        """The ranks, without rank 0, that have not been in this run before, also not with another rank 0."""
+        return {rank for rank in self.members if rank and not self.has_worked_before(rank)}
 
     @property
     def missing(self) -> list[int]:

@@ -147,39 +147,39 @@ class Meeting:
 
     def _refuse_newcomers(self, error: DdpManualError) -> None:
         """End the wait of every rank; in a run that has begun, only that of its newcomers, if it has any."""
-        newcomers = self._newcomers
-        if not self._policy.began or not newcomers:
-            self.refuse_all(error)
-            return
+        newcomers = self._roll_call.newcomers if self._policy.began else ()
         for rank in newcomers:
             self.dismiss(rank, error, f"was refused: {error.identifier}: {error.what}")
+        if not newcomers:
+            self.refuse_all(error)
 
     def _give_up_unreachable(self, failing: Sequence[Pair]) -> None:
         """Give up the ranks on one host that all failed connections have in common, if they have worked before and have
-        been cut off since; otherwise, or to keep the only copy of the newest state, refuse the newcomers."""
+        been cut off since, for good once they have tried three times; otherwise, or to keep the only copy of the newest
+        state, refuse the newcomers."""
         involved = [{end.host_id for end in pair[:2] if end is not None} for pair in failing]
-        infos = self._roll_call.infos()
-        others = {info.host_id for info in infos if info.rank == 0 or not self._roll_call.has_worked_before(info.rank)}
-        cut_off = sorted(set.intersection(*involved) - others)
-        spare = [host for host in cut_off if self._is_held_without(host)] or ([] if self._newcomers else cut_off)
-        lost = [info.rank for info in infos if info.host_id in spare[:1]]
+        infos, newcomers = self._roll_call.infos(), self._roll_call.newcomers
+        cut_off = set.intersection(*involved) - {info.host_id for info in infos if info.rank in {0, *newcomers}}
+        held_without = sorted(filter(self._is_held_without, cut_off))
+        host = next(iter(held_without or ([] if newcomers else sorted(cut_off))), None)
+        lost = [info for info in infos if info.host_id == host]
+        too_often = [info for info in lost if not self._policy.count_try(info.rank)]
         error = unreachable(failing)
-        if not lost or not all(self._policy.count_try(rank) for rank in lost):
+        if not lost or (too_often and not held_without):
             self._refuse_newcomers(error)
             return
-        for rank in lost:
-            self._recovery.vacate_seat(self._peers.pop(rank))
-            self._recovery.miss_again(rank, f"is cut off: {error.what}")
+        how = f"is cut off: {error.what}"
+        for info in lost:
+            if info in too_often:
+                self._recovery.lose_again(verdict_words.verdict_about(info, LastWords.of(error)), how)
+            else:
+                self._recovery.vacate_seat(self._peers.pop(info.rank))
+                self._recovery.miss_again(info.rank, how)
 
     def _is_held_without(self, host: str) -> bool:
         """Return whether the newest state, if any, is held by a rank on another host too."""
         elsewhere = [info.rank for info in self._roll_call.infos() if info.host_id != host]
         return self._policy.newest(elsewhere)[0] == self._policy.newest(self._roll_call.members)[0]
-
-    @property
-    def _newcomers(self) -> set[int]:
-        """The ranks, without rank 0, that have not been in this run before, also not with another rank 0."""
-        return {rank for rank in self._roll_call.members if rank and not self._roll_call.has_worked_before(rank)}
 
     def advance(self) -> None:
         """Go on as far as possible: try the network, then tell the ranks to begin; or begin anew with those that came
@@ -219,9 +219,10 @@ class Meeting:
             return
         if self._roll_call.warnings:
             self._send_news()
-        now, ready = self._now, self._roll_call.members[0].ready
+        now, here = self._now, self._roll_call.members
+        ready = here[0].ready
         assert ready is not None and ready.store is not None
-        came = self._newcomers if self._policy.adopted else self._roll_call.members.keys() - self._roll_call.have_worked
+        came = self._roll_call.newcomers if self._policy.adopted else here.keys() - self._roll_call.have_worked
         newcomers = places.keys() & came - {0}
         gone_on = self._policy.complete(self._run, {info.rank: info for info in self._roll_call.infos()}, now)
         self._roll_call.complete(now)
@@ -231,7 +232,7 @@ class Meeting:
             self._watch.end_of_work.newcomers = newcomers
         _, source = self._policy.newest(places)
         self._watch.health.restart(now)
-        for rank, member in self._roll_call.members.items():  # a rank that is silent gets no second time-out
+        for rank, member in here.items():  # a rank that is silent gets no second time-out
             self._watch.health.hear(rank, None, max(member.heard, self._recovery.resumed_at))
         for rank in self._roll_call.left_out:
             self._watch.health.leave(rank)
