@@ -155,17 +155,19 @@ class Meeting:
 
     def _give_up_unreachable(self, failing: Sequence[Pair]) -> None:
         """Give up the ranks on one host that all failed connections have in common, if they have worked before and have
-        been cut off since, for good once they have tried three times; otherwise, or to keep the only copy of the newest
-        state, refuse the newcomers."""
+        been cut off since. End their agents once they have tried three times, unless a newcomer's host may be cut off.
+        Otherwise, or to keep the only copy of the newest state, refuse the newcomers."""
         involved = [{end.host_id for end in pair[:2] if end is not None} for pair in failing]
         infos, newcomers = self._roll_call.infos(), self._roll_call.newcomers
-        cut_off = set.intersection(*involved) - {info.host_id for info in infos if info.rank in {0, *newcomers}}
+        new = {info.host_id for info in infos if info.rank in newcomers}
+        cut_off = set.intersection(*involved) - new - {self._roll_call.rank_0.host_id}
         held_without = sorted(filter(self._is_held_without, cut_off))
         host = next(iter(held_without or ([] if newcomers else sorted(cut_off))), None)
         lost = [info for info in infos if info.host_id == host]
         too_often = [info for info in lost if not self._policy.count_try(info.rank)]
         error = unreachable(failing)
-        if not lost or (too_often and not held_without):
+        for_good = bool(held_without) and not new.intersection(*involved)
+        if not lost or (too_often and not for_good):
             self._refuse_newcomers(error)
             return
         how = f"is cut off: {error.what}"
