@@ -60,7 +60,7 @@ def check(run: Run) -> None:
     faults = [fault for _, fault in run.struck if is_fault(fault)]
     for rank in run.ranks:
         stopped = rank.process.frozen or not rank.host.up
-        if rank.runs and not stopped and not is_stuck_alone(rank):
+        if rank.runs and not stopped and not any(map(is_stuck_alone, run.of_process(rank))):
             breaks(1, f"{rank.who}, typed at {rank.typed:.2f} s, never ends")
         if rank.ended is None:
             continue
@@ -199,7 +199,7 @@ def check_signals(run: Run) -> None:
         return
     for rank in run.ranks:
         late = rank.ended - at if rank.belongs and rank.ended is not None else 0.0
-        if plan.script and late > STOPS_WITHIN + 2 * plan.saves:
+        if plan.script and late > STOPS_WITHIN + 2 * plan.saves + plan.works_on:
             run.break_invariant(9, f"{rank.who} leaves {late:.1f} s after the first signal")
     # A signal before the first step is done ends its rank; a signal as all finish finds nothing to stop.
     stopped = [rank for rank in asked if rank.program is not None and rank.program.has_stopped]

@@ -59,7 +59,7 @@ class Moments:
         self._looked = 0.0
         self.miss_anew()
         self._cut_off: set[Rank] = set()
-        self._zero: Rank | None = None
+        self._counts_for: tuple[Rank | None, bool] = None, False
 
     def look(self) -> None:
         now, run = self.run.loop.now, self.run
@@ -81,11 +81,15 @@ class Moments:
             else:
                 self.heard_since.pop(rank, None)
                 self.unheard_since[rank] = self.unheard_since.get(rank, now) if can_judge else now
-        if zero is not self._zero or not can_judge:
-            self._zero = zero
-            self.miss_anew()
+        shell = zero.agent.join.coordinator if zero is not None and zero.agent is not None else None
+        coordinator = shell.protocol if shell is not None else None
+        counts_for = zero, coordinator is not None and coordinator.recovery.policy.adopted
+        if counts_for != self._counts_for or not can_judge:
+            self._counts_for = counts_for
+            self.miss_anew()  # also as it takes over the run of another rank 0
         if can_judge and zero is not None:
-            self._seats_can_be_taken(zero)
+            if coordinator is not None and not zero.errors and coordinator.failure is None:
+                self._seats_can_be_taken(coordinator)
             self._the_wait_ends(zero, passed)
         elif zero is None:
             self._store_is_kept()
@@ -114,12 +118,8 @@ class Moments:
 
     # -- 8, 11, 13: as time goes by -----------------------------------------------------------------------------------
 
-    def _seats_can_be_taken(self, zero: Rank) -> None:
+    def _seats_can_be_taken(self, coordinator: CoordinatorProtocol) -> None:
         """8: rank 0 gives up the seat of a process whose connection ends, at once, or that is silent for too long."""
-        shell = zero.agent.join.coordinator if zero.agent is not None else None
-        coordinator = shell.protocol if shell is not None else None
-        if coordinator is None or zero.errors or coordinator.failure is not None:
-            return
         for number, member in coordinator.roll_call.members.items():
             peer, holder = coordinator.recovery.peers.get(number), self.run.programs.get(member.info.pid)
             work_is_done = number in coordinator.recovery.watch.health.finished
