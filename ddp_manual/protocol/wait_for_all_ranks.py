@@ -162,8 +162,8 @@ class Meeting:
         new = {info.host_id for info in infos if info.rank in newcomers}
         cut_off = set.intersection(*involved) - new - {self._roll_call.rank_0.host_id}
         held_without = sorted(filter(self._is_held_without, cut_off))
-        host = next(iter(held_without or ([] if newcomers else sorted(cut_off))), None)
-        lost = [info for info in infos if info.host_id == host]
+        spare = held_without or ([] if newcomers else sorted(cut_off))
+        lost = [info for info in infos if info.host_id in spare[:1]]
         too_often = [info for info in lost if not self._policy.count_try(info.rank)]
         error = unreachable(failing)
         for_good = bool(held_without) and not new.intersection(*involved)
