@@ -18,6 +18,7 @@ from ddp_manual.protocol.handshakes import Peer, Peers
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.run_states import Working
+from ddp_manual.protocol.seat_states import Seat
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.verdict_words import without_start_again
 from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
@@ -168,7 +169,7 @@ class Recovery:
         self.watch = Watch(self._roll_call, self.peers, now)
         self.stop_step = StopStep(self.peers)
         self._roll_call.begin_again(at_work, now - missing_for, self._run.rejoin_timeout)
-        self.policy.begin(lost, now, back, at_work, self._roll_call.missing)
+        self.policy.begin(lost, now, back, at_work, self._roll_call.ranks(Seat.EMPTY, Seat.LEFT_OUT_TO_STOP))
         for rank in at_work:
             self.replace_worker(self.peers[rank])
         self.shrink_if_due()
@@ -201,8 +202,7 @@ class Recovery:
         if self.watch.end_of_work.failure is not None or not self.policy.is_unsaid:
             return
         here = self._roll_call.have_worked
-        restarted = [rank for rank in self.policy.lost if rank in here]
-        if (refusal := self.policy.refusal(restarted, here)) is not None:
+        if (refusal := self.policy.refusal(here)) is not None:
             self.watch.end_of_work.end_the_run(refusal)
         elif (line := self.policy.kept(self._roll_call)) is not None:
             self.peers.send_to_all(messages.Line(line))

@@ -111,7 +111,7 @@ class WaitOrShrink:
         """Note that all begin anew: these ranks were ``lost``, or others are ``back`` in a world that has shrunk.
 
         Args:
-            missing: the ranks whose seats are free, perhaps since an earlier loss.
+            missing: the ranks whose seats are free, perhaps since an earlier loss, or will be unless the run stops.
             replaced: the ranks whose workers are replaced, and whose agents will say what they hold.
         """
         own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE and not loss.is_newcomer}
@@ -182,12 +182,10 @@ class WaitOrShrink:
         moment, rank = max(found, default=(None, 0))
         return moment, None if moment is None else -rank
 
-    def refusal(self, restarted: Collection[int], among: Collection[int]) -> Verdict | None:
+    def refusal(self, among: Collection[int]) -> Verdict | None:
         """Return why the run ends, if a rank is lost again and again without a step in between; None before all ranks
-        have said what they hold. Where no state is held, time counts in place of steps.
-
-        Args:
-            restarted: the lost ranks whose agents start another worker by themselves.
+        have said what they hold. Where no state is held, time counts in place of steps. Lost ranks that are among them
+        are those whose agents start another worker by themselves.
         """
         pause = self._pause
         if pause is None or pause.has_judged or not self.have_said(among):
@@ -208,7 +206,7 @@ class WaitOrShrink:
             if rank in pause.own_code:
                 too_often = before > 0 or self._own_failures > self._max_restarts
             else:
-                too_often = rank in restarted and before >= MOST_WITHOUT_A_STEP
+                too_often = rank in among and before >= MOST_WITHOUT_A_STEP
             if too_often:
                 after = moment.named if moment else "before the first step"
                 how = f"lost {counted(before + 1, 'time')} {after}: no step was done in between"

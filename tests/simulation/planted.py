@@ -150,7 +150,7 @@ FAULTS = (
     ),
     Planted(
         "a rank may be lost for ever",
-        "too_often = rank in restarted and before >= MOST_WITHOUT_A_STEP",
+        "too_often = rank in among and before >= MOST_WITHOUT_A_STEP",
         "too_often = False",
     ),
     Planted(
