@@ -189,6 +189,7 @@ class Faults:
         if not one_way:
             cuts.add((other.host.number, rank.host.number))
         self._run.network.cuts |= cuts
+        self._run.network.were_cut |= cuts
         if fault.seconds < FOR_EVER:
 
             def heal() -> None:
@@ -273,11 +274,10 @@ class Faults:
         found.factory = Server
 
     def _shrink(self, fault: Fault, rank: Rank) -> bool:
-        zero = next((one for one in reversed(self._run.ranks) if one.number == 0 and one.runs and one.agent), None)
-        shell = zero.agent.join.coordinator if zero is not None and zero.agent is not None else None
-        if zero is None or shell is None or zero.process.frozen:
+        zero = self._run.zero
+        coordinator = zero.coordinator if zero is not None else None
+        if zero is None or coordinator is None or zero.process.frozen:
             return False
-        coordinator = shell.protocol
         self._run.loop.call_soon(coordinator.recovery.shrink, context=zero.process.context)
         if not coordinator.recovery.policy.began or coordinator.roll_call.works:
             return False
@@ -285,14 +285,11 @@ class Faults:
         return True
 
     def _keep_dying(self, fault: Fault, rank: Rank) -> bool:
-        self._run.dying[rank.number] = fault.seconds
+        self._run.dying[rank.number] = None if fault.kind.endswith("at work") else fault.seconds
         self._kill(fault, rank)
         return True  # if there is no worker at the moment, the next one dies
 
-    def _keep_dying_at_work(self, fault: Fault, rank: Rank) -> bool:
-        self._run.dying[rank.number] = None
-        self._kill(fault, rank)
-        return True
+    _keep_dying_at_work = _keep_dying
 
     def _type_without_the_token(self, fault: Fault, rank: Rank | None) -> None:
         host = self._run.network.hosts[self._run.plan.hosts[fault.rank]]

@@ -11,7 +11,7 @@ from ddp_manual.errors import BadOption, PeerLost, PortInUse, RankMissing, RankT
 from ddp_manual.protocol import states
 from ddp_manual.protocol.reachability import ALL_PAIRS_UP_TO
 from ddp_manual.signal_handlers import ONCE_WITHIN
-from tests.simulation.plan import FOR_EVER, RECOVERABLE, SILENT, Fault
+from tests.simulation.plan import FOR_EVER, OF_LINKS, RECOVERABLE, SILENT, Fault
 from tests.simulation.rank import Rank
 from tests.simulation.run import Run
 from tests.simulation.worker import LEFT
@@ -75,14 +75,14 @@ def check(run: Run) -> None:
         expired = errors == 1 and "nobody has taken" in rank.errors[0].why and rank.held and rank.held.moment
         if expired and not run.plan.script and len(faults) == 1 and "saved a checkpoint" not in rank.errors[0].why:
             breaks(7, f"{rank.who} holds {rank.held.moment}, which dies by expiry without a checkpoint")
-        gave_up = errors == 1 and rank.errors[0].what.endswith(" has left") and rank.held and rank.held.moment
-        if gave_up and plan.launched and plan.on_loss != "leave" and not run.finished:
-            breaks(7, f"{rank.who} gives up {rank.held.moment}: {rank.errors[0].what}")
-        is_left = errors == 1 and "seat was free" in rank.errors[0].what and not plan.launched
-        is_left = is_left and not any(one.signals for one in run.ranks)
-        gave_up = errors == 1 and (is_left or isinstance(rank.errors[0], (BadOption, RankMissing)))
-        if gave_up and rank.held is not None and rank.held.moment is not None:
-            breaks(7, f"{rank.who} gives up {rank.held.moment}: {rank.errors[0].what}")
+        error = rank.errors[0] if errors == 1 else None
+        gave_up = isinstance(error, (BadOption, RankMissing))
+        if error is not None and plan.launched:
+            gave_up |= error.what.endswith(" has left") and plan.on_loss != "leave" and not run.finished
+        elif error is not None and "seat was free" in error.what:
+            gave_up |= not any(one.signals for one in run.ranks)
+        if error is not None and gave_up and rank.held is not None and rank.held.moment is not None:
+            breaks(7, f"{rank.who} gives up {rank.held.moment}: {error.what}")
         check_what_is_held(run, rank)
         work_is_done = rank.program is not None and rank.program.phase == LEFT
         if rank.exit_code == 0 and not work_is_done:
@@ -116,6 +116,7 @@ def check(run: Run) -> None:
         check_time(run, *run.struck[0])
     check_signals(run)
     check_ways_out(run)
+    check_who_is_cut_off(run)
     if len(faults) == 1:
         for rank in verdicts(run, faults[0]):
             if not names(run, rank, faults[0]):
@@ -177,6 +178,23 @@ def check_ways_out(run: Run) -> None:
         late = rank.ended - max(run.finished.values(), default=rank.ended)
         if not run.struck and late > IN_SECONDS + run.plan.closes[1]:
             run.break_invariant(12, f"{rank.who} leaves {late:.1f} s after all had done their work")
+
+
+def check_who_is_cut_off(run: Run) -> None:
+    """Check that a rank which has worked is given up as cut off only if another one that has worked was cut off from it
+    or silent: where a newcomer cannot be reached, the newcomer has to go."""
+    kinds = {*SILENT} - {*OF_LINKS}
+    silent = set[int]().union(*(affected(run, fault) for _, fault in run.struck if fault.kind in kinds))
+    for rank in run.ranks:
+        error, here = next(iter(rank.errors), None), rank.host.number
+        if error is None or error.identifier != "peer-unreachable" or "start this rank" not in error.next:
+            continue
+        before = (rank.ended or run.loop.now) - CONNECT_TIMEOUT
+        worked = [one for one in run.ranks if one.worked_since < before]
+        cut = {host for pair in run.network.were_cut if here in pair for host in pair} - {here}
+        excused = rank.number in silent or any(one.number in silent or one.host.number in cut for one in worked)
+        if rank in worked and not excused:
+            run.break_invariant(2, f"{rank.who} is given up for the sake of a newcomer: {error.what}")
 
 
 def check_signals(run: Run) -> None:

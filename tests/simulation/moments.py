@@ -64,7 +64,7 @@ class Moments:
     def look(self) -> None:
         now, run = self.run.loop.now, self.run
         passed, self._looked = now - self._looked, now
-        zero = next((one for one in reversed(run.ranks) if one.number == 0 and one.belongs and one.runs), None)
+        zero = run.zero
         can_judge = zero is not None and not zero.process.frozen and zero.host.up
         for rank in run.ranks:
             reaches = zero is None or run.network.reaches(rank.host, zero.host)
@@ -81,8 +81,7 @@ class Moments:
             else:
                 self.heard_since.pop(rank, None)
                 self.unheard_since[rank] = self.unheard_since.get(rank, now) if can_judge else now
-        shell = zero.agent.join.coordinator if zero is not None and zero.agent is not None else None
-        coordinator = shell.protocol if shell is not None else None
+        coordinator = zero.coordinator if zero is not None else None
         counts_for = zero, coordinator is not None and coordinator.recovery.policy.adopted
         if counts_for != self._counts_for or not can_judge:
             self._counts_for = counts_for
@@ -112,9 +111,8 @@ class Moments:
     @property
     def all_are_known_to_be_done(self) -> bool:
         """Whether rank 0 has heard that all have done their work."""
-        coordinators = (one.agent.join.coordinator for one in reversed(self.run.ranks) if one.runs and one.agent)
-        coordinator = next(filter(None, coordinators), None)
-        return coordinator is not None and coordinator.protocol.recovery.watch.health.all_finished
+        coordinator = next(filter(None, (one.coordinator for one in reversed(self.run.ranks) if one.runs)), None)
+        return coordinator is not None and coordinator.recovery.watch.health.all_finished
 
     # -- 8, 11, 13: as time goes by -----------------------------------------------------------------------------------
 
@@ -212,8 +210,7 @@ class Moments:
     def _on_their_way(self) -> set[int]:
         """Return the ranks that have worked under another rank 0 and that the new rank 0 still has to await, even if
         they are frozen; none once a signal has asked to stop."""
-        run = self.run
-        zero = next((one for one in reversed(run.ranks) if one.number == 0 and one.belongs and one.runs), None)
+        run, zero = self.run, self.run.zero
         if zero is None or run.began is None or zero.typed < run.began or any(rank.signals for rank in run.ranks):
             return set()
         until = zero.typed + run.plan.peer_timeout + 1 + SURVIVORS_WITHIN

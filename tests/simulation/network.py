@@ -181,6 +181,8 @@ class Network:
         """The directions that are stopped by a cut."""
         self.cuts: set[tuple[int, int]] = set()
         """The directions that are cut: (number of the sending host, number of the receiving host)."""
+        self.were_cut: set[tuple[int, int]] = set()
+        """Those that are or were cut."""
         self._healed = -TRIES_AGAIN
         self._ports = itertools.count(40_000)
 

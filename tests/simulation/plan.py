@@ -330,6 +330,8 @@ def _with_more(chance: random.Random, plan: Plan, end: float) -> Plan:
         return _while_lost(chance, plan)
     elif dice < 0.68 and plan.on_loss != "leave" and not plan.launched:
         return _while_late(chance, plan)
+    elif dice < 0.72 and plan.on_loss != "leave" and not plan.launched and plan.ranks > 2:
+        return _beside_a_cut(chance, plan)
     else:
         return plan
     return replace(plan, faults=(*plan.faults, more))
@@ -398,6 +400,16 @@ def _while_late(chance: random.Random, plan: Plan) -> Plan:
     freezes = Fault(at=round(chance.uniform(0, 2), 3), kind="freeze agent", rank=late, seconds=seconds, after="works")
     lost = Fault(at=round(chance.uniform(0, 1), 3), kind="kill agent", rank=0, after=THAT)
     return replace(plan, types_again=3, steps=40, faults=(freezes, lost))
+
+
+def _beside_a_cut(chance: random.Random, plan: Plan) -> Plan:
+    """Let a lost rank be typed again on a host of its own, which is cut off from a working rank's; then lose a rank."""
+    lost, other = chance.sample(range(1, plan.ranks), 2)
+    plan = replace(plan, hosts=range(1, plan.ranks + 1), types_again=3, moves=True, steps=40)
+    leaves = _fault(chance, plan, "kill agent", lost, chance.uniform(0, 4), "works")
+    cut = Fault(at=round(chance.uniform(0, 0.5), 3), kind="cut", rank=lost, other=other, after="waits", of=lost)
+    third = _fault(chance, plan, chance.choice(LOSSES), chance.choice((0, other)), chance.uniform(0, 30), THAT)
+    return replace(plan, faults=(leaves, cut, third))
 
 
 def _kinds(plan: Plan) -> list[str]:

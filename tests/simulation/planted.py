@@ -183,6 +183,7 @@ FAULTS = (
         "        self._ending.cancel_background()  # it might print something after the error\n",
         "",
     ),
+    Planted("a newcomer costs a rank its seat", "bool(held_without) and not new.intersection(*involved)", "True"),
     Planted("any token will do", "if not hmac.compare_digest(", "if None is hmac.compare_digest("),
 )
 

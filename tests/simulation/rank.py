@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ddp_manual.agent import main
 from ddp_manual.errors import DdpManualError
 from ddp_manual.protocol import states
+from ddp_manual.protocol.coordinator import CoordinatorProtocol
 from tests.simulation.network import Host
 from tests.simulation.virtual_time import Process
 from tests.simulation.worker import HeldState, Program, SimulatedWorker
@@ -33,6 +35,8 @@ class Rank:
     exit_code: int | None = None
     generation: int = -1
     """The last generation in which one of its workers was placed; -1: none was."""
+    worked_since: float = math.inf
+    """When the first of its workers was placed."""
     killed: bool = False
     """Whether it has ended without a word, with its host or by a signal that nobody handles."""
     belongs: bool = True
@@ -60,6 +64,12 @@ class Rank:
     @property
     def host_is_frozen(self) -> bool:
         return self.host.number in self.run.frozen_hosts
+
+    @property
+    def coordinator(self) -> CoordinatorProtocol | None:
+        """What decides on rank 0, once its agent has its port."""
+        shell = self.agent.join.coordinator if self.agent is not None else None
+        return shell.protocol if shell is not None else None
 
     @property
     def program(self) -> Program | None:

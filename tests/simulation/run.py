@@ -90,6 +90,11 @@ class Run:
             return host.name
         return host.address if len(set(self.plan.hosts)) > 1 or self.plan.moves else "127.0.0.1"
 
+    @property
+    def zero(self) -> Rank | None:
+        """The process that is rank 0, if it runs."""
+        return next((one for one in reversed(self.ranks) if one.number == 0 and one.belongs and one.runs), None)
+
     def of_process(self, rank: Rank) -> list[Rank]:
         """Return the ranks whose agents live in one process with that of this rank, as under ``launch``."""
         return [one for one in self.ranks if one.process is rank.process]
@@ -123,6 +128,7 @@ class Run:
         for rank in self.ranks if all_are_back else [program.rank]:
             self.moments.comes_back(rank)
         program.rank.generation = program.generation
+        program.rank.worked_since = min(program.rank.worked_since, self.loop.now)
         if program.rank.number in here:
             self.break_invariant(4, f"{program.rank.who} works beside another process of the same seat")
         if len(here) + 1 == group.size:
