@@ -22,6 +22,7 @@ from ddp_manual.environment.start_python import start_python
 from ddp_manual.errors import BadOption, PeerLost, signal_name
 from ddp_manual.launch.function import Call, name_of
 from ddp_manual.option_fields import option_fields
+from ddp_manual.protocol.stop_signals import LEAVING_OTHERS
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.training import own_factory
 
@@ -57,7 +58,7 @@ def spawn(train_fn: Callable[..., object], nprocs: int, args: Sequence[Any] = ()
         _launch(call)
         if (failed := call.get("failed")) is not None:
             rank, error = failed
-            error.next = error.next.replace("start all ranks again: the others leave too", START_AGAIN)
+            error.next = error.next.replace(f"start all ranks again{LEAVING_OTHERS}", START_AGAIN)
             error.next = error.next.replace("start all ranks again", START_AGAIN)
             cause = None
             with suppress(Exception):  # its class may be one that cannot be rebuilt

@@ -75,6 +75,8 @@ class AgentProtocol:
             self._begin_anew()
         if rank.work.ready is not None:
             rank.send(messages.WorkerReady(rank.work.ready))
+        if rank.so_far is not None:
+            self.signals.ask_again()
 
     # -- messages of the coordinator ----------------------------------------------------------------------------------
 

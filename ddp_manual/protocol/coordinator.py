@@ -117,7 +117,8 @@ class CoordinatorProtocol:
             again = self.run.start_again if self._policy.began else "start all ranks again"
             own = "" if isinstance(error, Stopped) else verdict_words.without_start_again(error.next)
             next = "\nthen ".join(filter(None, (own, again)))
-            if not isinstance(error, Stopped) and self.recovery.is_awaited(self.roll_call.rank_0):
+            stops_all = isinstance(error, Stopped) and not self._policy.adopted
+            if not stops_all and self.recovery.is_awaited(self.roll_call.rank_0):
                 next = f"start rank 0 again, and this rank: others look for rank 0\n{self.run.command_for(0)}"
                 self._leave_to_another_rank_0(error)
             self.meeting.refuse_all(MasterLost(left, why=error.what, next=next))

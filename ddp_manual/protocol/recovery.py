@@ -18,7 +18,6 @@ from ddp_manual.protocol.handshakes import Peer, Peers
 from ddp_manual.protocol.lost_or_to_blame import Watch
 from ddp_manual.protocol.roll_call import RollCall
 from ddp_manual.protocol.run_states import Working
-from ddp_manual.protocol.seat_states import Seat
 from ddp_manual.protocol.stop_step import StopStep
 from ddp_manual.protocol.verdict_words import without_start_again
 from ddp_manual.protocol.wait_or_shrink import WaitOrShrink
@@ -169,7 +168,7 @@ class Recovery:
         self.watch = Watch(self._roll_call, self.peers, now)
         self.stop_step = StopStep(self.peers)
         self._roll_call.begin_again(at_work, now - missing_for, self._run.rejoin_timeout)
-        self.policy.begin(lost, now, back, at_work, self._roll_call.ranks(Seat.EMPTY, Seat.LEFT_OUT_TO_STOP))
+        self.policy.begin(lost, now, back, at_work, self._roll_call.missing)
         for rank in at_work:
             self.replace_worker(self.peers[rank])
         self.shrink_if_due()
@@ -183,11 +182,9 @@ class Recovery:
 
     def shrink_if_due(self, waited: float = 0.0) -> None:
         """Go on without the missing ranks if the run may shrink by now; or if it stops, so that the others can stop."""
-        here = self._roll_call.members
-        if self.policy.shrinks(self._run, here, waited, since_a_stop=self.now - self.resumed_at):
-            self.shrink()
-        elif self._roll_call.stopping:
-            self.shrink(to_stop=True)
+        here, stops = self._roll_call.members, bool(self._roll_call.stopping)
+        if self.policy.shrinks(self._run, here, waited, since_a_stop=self.now - self.resumed_at, stops=stops):
+            self.shrink(to_stop=stops)
 
     def shrink(self, *, to_stop: bool = False) -> bool:
         """Go on without the ranks that are missing; return whether any is.

@@ -162,7 +162,6 @@ class RollCall:
         """Begin anew with other workers of ``ranks``, which are here; make the others that have worked missing."""
         self.state = Gathering(now, within)
         self.gone.clear()
-        self.stopping &= {*ranks}
         for rank in self.have_worked - {*ranks}:
             self.leave(rank)
         self._await_those_left_out_to_stop()
@@ -249,7 +248,9 @@ class RollCall:
 
     @property
     def admits(self) -> bool:
-        return not (self.is_over or self.stopping)
+        if self.is_over:
+            return False
+        return not (self.stopping and self.all_here)
 
     @property
     def have_worked(self) -> set[int]:

@@ -23,6 +23,8 @@ KNOWN_AFTER = 0.6
 # Seconds that a worker has, when the run ends, to finish its checkpoint, or to do what its program does about a signal
 # that has asked it to stop, on this host or another one. torchrun gives as long.
 SAVE_WITHIN = 30.0
+# What becomes of the others as rank 0 is stopped: in a run that has begun they look for another one.
+LEAVING_OTHERS = ": the others leave too, unless they hold a state"
 
 
 @dataclass
@@ -80,7 +82,12 @@ class StopSignals:
             self._first_at.clear()  # the program has stopped because of these signals
         self._handling = handling
         self._takes_stops |= handling is Handling.WITH_ALL
-        if handling is Handling.WITH_ALL and self.asked:  # all were asked to stop while an earlier worker ran
+        if handling is Handling.WITH_ALL:  # perhaps all were asked to stop while an earlier worker ran
+            self.ask_again()
+
+    def ask_again(self) -> None:
+        """Have all ranks stop after the same step, if they were asked to: rank 0 may not know of it any more."""
+        if self.asked:
             self._ask_all(self.asked)
 
     def program_begins(self) -> None:
@@ -258,5 +265,5 @@ class StopSignals:
         if not again and self._shell.here == 1:
             return Stopped(number, "while it waited for the other ranks")
         if self._rank.number == 0:
-            again = again or "start all ranks again: the others leave too"
+            again = again or f"start all ranks again{LEAVING_OTHERS}"
         return Stopped(number, next=again or "start this rank again: the others wait for it")

@@ -301,7 +301,7 @@ class Meeting:
         else:
             self._peers.send_to_all(messages.Expired(never_taken))
             self._roll_call.stopping.update(self._roll_call.members)
-            self._recovery.shrink_if_due()
+            self._recovery.shrink(to_stop=True)
 
     def _give_up_slow(self, state: Gathering, waited: float) -> None:
         """Replace workers that have not loaded torch in time; end newcomers, and ranks that have tried three times."""

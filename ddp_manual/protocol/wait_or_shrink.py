@@ -111,7 +111,7 @@ class WaitOrShrink:
         """Note that all begin anew: these ranks were ``lost``, or others are ``back`` in a world that has shrunk.
 
         Args:
-            missing: the ranks whose seats are free, perhaps since an earlier loss, or will be unless the run stops.
+            missing: the ranks whose seats are free, perhaps since an earlier loss.
             replaced: the ranks whose workers are replaced, and whose agents will say what they hold.
         """
         own_code = {rank for rank, loss in lost.items() if loss.kind == OWN_CODE and not loss.is_newcomer}
@@ -155,25 +155,26 @@ class WaitOrShrink:
         self.lost = {0: lost}
         self.generation, self.count, self.seconds = so_far.generation, so_far.losses + 1, so_far.lost_seconds
 
-    def shrinks(self, run: RunInfo, here: Collection[int], waited: float, *, since_a_stop: float) -> bool:
+    def shrinks(self, run: RunInfo, here: Collection[int], waited: float, *, since_a_stop: float, stops: bool) -> bool:
         """Return whether the run goes on without the ranks that are missing, with those that are ``here``.
 
-        Rank 0 does not go on alone, of three or more: it may be its own host that is cut off from the others.
+        Rank 0 goes on alone, of three or more, only to stop: it may be its own host that is cut off from the others.
 
         Args:
             waited: seconds for which ranks are missing.
             since_a_stop: seconds since this process was stopped, such as by Ctrl-Z; that time does not count.
+            stops: whether a rank was asked to stop the run.
         """
         shrink_after = math.inf if run.shrink_after is None else run.shrink_after
-        shrink_after = 0.0 if run.on_loss == SHRINK else shrink_after
+        shrink_after = 0.0 if run.on_loss == SHRINK or stops else shrink_after
         # Survivors may be on their way to a new rank 0, or back to this one, which they have given up.
         until_they_are_here = run.silent_after + SURVIVORS_WITHIN
         if self.adopted:
             shrink_after = max(shrink_after, until_they_are_here)
         if since_a_stop < until_they_are_here:
             shrink_after = math.inf
-        alone = run.world_size > 2 and {*here} <= {0}
-        return waited >= shrink_after and not alone
+        enough = 1 if stops else min(2, run.world_size - 1)
+        return waited >= shrink_after and len(here) >= enough
 
     def newest(self, among: Collection[int]) -> tuple[Moment | None, int | None]:
         """Return the state to go on from, and the first rank that has it: the buffers of that rank's model count."""
@@ -299,9 +300,10 @@ class WaitOrShrink:
     def never_taken(self, run: RunInfo, missing: Sequence[int], waited: float) -> Verdict | None:
         """Return why the run ends when nobody has taken a seat in time; None if no loss is known."""
         verdict, ranks = next((self.lost[rank] for rank in missing if rank in self.lost), None), as_ranges(missing)
-        if verdict is None and self.adopted:  # nobody that is here has seen how these ranks were lost
-            what, why = f"{in_words(ranks)} did not come back after rank 0 was lost", self.lost[0].what
-            verdict = replace(self.lost[0], identifier=PeerLost.identifier, what=what, why=why, judged=True)
+        last = next(iter(self.lost.values()), None)
+        if verdict is None and last is not None:  # they were lost with an earlier rank 0, or left out to stop the run
+            what = f"{in_words(ranks)} did not come back after rank {last.rank} was lost"
+            verdict = replace(last, identifier=PeerLost.identifier, what=what, why=last.what, judged=True)
         if verdict is None:
             return None
         nobody = f"nobody has taken the seat of {in_words(ranks)} within {waited:.0f} s (--rejoin_timeout)"

@@ -170,7 +170,7 @@ FAULTS = (
     ),
     Planted(
         "the state goes with rank 0",
-        "if not isinstance(error, Stopped) and self.recovery.is_awaited(self.roll_call.rank_0):",
+        "if not stops_all and self.recovery.is_awaited(self.roll_call.rank_0):",
         "if False:",
     ),
     Planted(
