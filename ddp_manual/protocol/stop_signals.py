@@ -111,7 +111,7 @@ class StopSignals:
         # If rank 0 stops, the run is over; if any other rank stops, the others wait for it.
         leads = rank.so_far is not None and rank.number == 0
         again = rank.again if leads or isinstance(rank.state, states.Placed) else ""
-        restarts = rank.so_far is not None and isinstance(rank.state, states.Waiting)
+        restarts = rank.so_far is not None and isinstance(rank.state, (states.Waiting, states.Working))
         if worker.has_started_its_agent and not self.are_taken:  # the script gets each signal itself
             if number == signal.SIGTERM:
                 self.passed_on = self.passed_on or number
@@ -158,7 +158,7 @@ class StopSignals:
 
         Args:
             again: what to do after the run has ended; "" before all ranks have joined.
-            restarts: whether all ranks begin anew after a loss, once another worker has loaded torch.
+            restarts: whether all ranks begin anew after a loss, perhaps once another worker has loaded torch.
         """
         if number == SAVE:
             self._save(seen_by)

@@ -103,8 +103,10 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
         config = config.with_flags(resume=checkpoint_files.AUTO)  # used if no rank holds a state
     folder = checkpoint_state.held_run_dir(config, paths, again=world.generation > 0) if on_rank_0 else nullcontext()
     with folder, signal_handlers.ignore_save(), ExitStack() as until_finished:
-        trainer = _build(world, config, _load(world, config), paths, level, leaves=leaves)
-        summary = _resume(world, trainer, paths)
+        # After a loss a signal stops all ranks only once what they hold is in a checkpoint.
+        with world.take_stops() if world.generation else nullcontext():
+            trainer = _build(world, config, _load(world, config), paths, level, leaves=leaves)
+            summary = _resume(world, trainer, paths)
         if trainer.ended:
             logger.log(level, "the run is complete: it has trained for %s", counted(config.epochs, "epoch"))
             classes = len(trainer.data.train.classes)

@@ -42,6 +42,20 @@ if "worker" in sys.orig_argv[1]:
     EpochPlan.share = recorded
 """
 
+# Loading the data again, after a loss, takes 2 s.
+SLOW_AGAIN = """
+import os, sys, time
+if "worker" in sys.orig_argv[1]:
+    from ddp_manual.training import main
+    load = main._load
+    def load_slowly(world, config):
+        if world.generation:
+            print("loads again", flush=True)
+            time.sleep(2)
+        return load(world, config)
+    main._load = load_slowly
+"""
+
 
 @pytest.fixture
 def start_kept(start: Start, port: int, digits: Path, tmp_path: Path) -> StartKept:
@@ -152,6 +166,26 @@ def test_survivors_train_again_soon_and_a_world_shrinks_and_grows_within_an_epoc
     assert sizes == [3, 2, 3]
     assert sorted(seen) == list(range(DRAWN["train"]))
     print(f"survivors train again after {', '.join(f'{seconds:.2f}' for seconds in took)} s")
+
+
+def test_a_signal_while_ranks_load_their_data_again_stops_them_with_what_they_hold_saved(
+    start: Start, port: int, small_data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_AGAIN)
+    training = ["--dataset", "synthetic", "--model", "mlp", "--epochs", 9, "--batch_size", 2, "--data_dir", small_data]
+
+    def start_rank(rank: int, world_size: int, *options: object) -> RankProcess:
+        meeting = ["--world_size", world_size, "--rank", rank, "--master_port", port, "--run_dir", tmp_path / "run"]
+        path = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+        return start(sys.executable, "run_multi_gpu_train.py", *meeting, *training, *options, **path)
+
+    kept = Kept(start_rank, 2, "--log_every", 1, "--hold_every", 1)
+    kept.until_trained()
+    lose(kept, 0, "worker")
+    wait_until(lambda: "loads again" in kept.ranks[1].out, 30)
+    kept.ranks[1].process.send_signal(signal.SIGTERM)
+    assert kept.codes() == [143, 143]
+    assert all("rank 0 has saved a checkpoint in " in rank.err for rank in kept.ranks)
 
 
 def samples_seen(records: Sequence[Path]) -> tuple[list[int], list[int]]:
