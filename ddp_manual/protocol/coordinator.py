@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from ddp_manual import messages
-from ddp_manual.errors import DdpManualError, MasterLost, Stopped, traceback_of
+from ddp_manual.errors import DdpManualError, MasterLost, Stopped, asked_by, traceback_of
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import how_a_worker_ended, verdict_words
 from ddp_manual.protocol.handshakes import CLOSED, Handshakes, Peer
@@ -242,10 +242,8 @@ class CoordinatorProtocol:
                 if probes is not None:
                     probes.take(message.key, message.failures)
                     self.meeting.advance()
-            case messages.Stopping():  # a pod may be replaced while it saves: the new one must not be refused
-                self.roll_call.stopping.update({rank} if self.roll_call.works or self._policy.began else ())
-                if self.recovery.works(rank):
-                    self.recovery.stop_step.ask(rank, message.number)
+            case messages.Stopping(number) if not self.roll_call.is_left_out(rank):  # which asks again once it works
+                self._take_stop(rank, number)
             case messages.StepsDone():
                 self.recovery.stop_step.take(rank, message.steps)
                 self._name_stop_step()
@@ -262,6 +260,16 @@ class CoordinatorProtocol:
                     self._take_goodbye(peer, rank, printable(words.what))
             case messages.Goodbye():
                 self._take_goodbye(peer, rank, "")
+
+    def _take_stop(self, rank: int, number: int) -> None:
+        """Have all ranks stop after the same step, now or once they have gone on without those that are missing."""
+        # A pod may be replaced while it saves: the new one must not be refused.
+        self.roll_call.stopping.update({rank} if self.roll_call.works or self._policy.began else ())
+        if self.recovery.works(rank):
+            self.recovery.stop_step.ask(rank, number)
+        if self._policy.adopted and self.roll_call.missing:
+            when = "once the others have had time to come, all that are here go on for a step, and stop"
+            self._peers.send_to_all(messages.Line(f"{asked_by(number)} on rank {rank}: {when}"))
 
     def _name_stop_step(self) -> None:
         """Name the step after which all ranks stop, once all ranks whose work is not done have replied."""

@@ -96,10 +96,10 @@ class Recovery:
 
     def is_awaited(self, info: RankInfo) -> bool:
         """Return whether the others wait until somebody starts a rank again whose process has ended, or look for it."""
-        if self.watch.end_of_work.failure is not None or self._roll_call.stopping:
+        if self.watch.end_of_work.failure is not None:
             return False
-        if info.rank and self.policy.began:
-            return "{rank}" in self._run.command  # such as with ``launch``, but not with srun
+        if info.rank and self.policy.began:  # another rank 0 will be asked to stop too
+            return not self._roll_call.stopping and "{rank}" in self._run.command  # as with ``launch``, but not srun
         if info.rank == 0 and not self._is_looked_for:
             return False
         return not info.has_launcher  # which ends the others too, or starts all again

@@ -170,7 +170,7 @@ class WaitOrShrink:
         # Survivors may be on their way to a new rank 0, or back to this one, which they have given up.
         until_they_are_here = run.silent_after + SURVIVORS_WITHIN
         if self.adopted:
-            shrink_after = max(shrink_after, until_they_are_here)
+            shrink_after = max(shrink_after, min(until_they_are_here, run.rejoin_timeout))
         if since_a_stop < until_they_are_here:
             shrink_after = math.inf
         enough = 1 if stops else min(2, run.world_size - 1)

@@ -102,11 +102,11 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
     if world.generation and on_rank_0 and checkpoint_files.find(paths.checkpoints):
         config = config.with_flags(resume=checkpoint_files.AUTO)  # used if no rank holds a state
     folder = checkpoint_state.held_run_dir(config, paths, again=world.generation > 0) if on_rank_0 else nullcontext()
-    with folder, signal_handlers.ignore_save(), ExitStack() as until_finished:
-        # After a loss a signal stops all ranks only once what they hold is in a checkpoint.
-        with world.take_stops() if world.generation else nullcontext():
-            trainer = _build(world, config, _load(world, config), paths, level, leaves=leaves)
-            summary = _resume(world, trainer, paths)
+    with folder, signal_handlers.ignore_save(), ExitStack() as until_finished, ExitStack() as taking:
+        if world.generation:  # after a loss a signal stops all ranks only once what they hold is in a checkpoint
+            taking.enter_context(world.take_stops())
+        trainer = _build(world, config, _load(world, config), paths, level, leaves=leaves)
+        summary = _resume(world, trainer, paths)
         if trainer.ended:
             logger.log(level, "the run is complete: it has trained for %s", counted(config.epochs, "epoch"))
             classes = len(trainer.data.train.classes)
@@ -115,8 +115,8 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
                 trainer.write_predictions(trainer.predict())
         else:
             # Take signals until the summary is written: otherwise a Ctrl-C before that fails a complete run.
-            taking = world.take_stops()
-            (world.until_left if leaves else until_finished).enter_context(taking)
+            taking.enter_context(world.take_stops())
+            (world.until_left if leaves else until_finished).enter_context(taking.pop_all())
             _train_to_the_end(world, trainer, paths, how_to_resume)
             world.stop_heeding_signals()
         if summary is None:
