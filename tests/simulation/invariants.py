@@ -80,7 +80,7 @@ def check(run: Run) -> None:
         if error is not None and plan.launched:
             gave_up |= error.what.endswith(" has left") and plan.on_loss != "leave" and not run.finished
         elif error is not None and "seat was free" in error.what:
-            gave_up |= not any(one.signals for one in run.ranks)
+            gave_up |= not any(one.signals for one in run.ranks if one.number == 0)
         if error is not None and gave_up and rank.held is not None and rank.held.moment is not None:
             breaks(7, f"{rank.who} gives up {rank.held.moment}: {error.what}")
         check_what_is_held(run, rank)
