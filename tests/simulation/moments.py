@@ -213,9 +213,7 @@ class Moments:
         run, zero = self.run, self.run.zero
         if zero is None or run.began is None or zero.typed < run.began or any(rank.signals for rank in run.ranks):
             return set()
-        until = zero.typed + run.plan.peer_timeout + 1 + SURVIVORS_WITHIN
-        if any("(--rejoin_timeout): all" in line for _, line in zero.lines):
-            until = zero.typed + run.plan.rejoin_timeout
+        until = zero.typed + min(run.plan.peer_timeout + 1 + SURVIVORS_WITHIN, run.plan.rejoin_timeout)
         cut = any(fault.kind in OF_LINKS and at + fault.seconds > zero.typed for at, fault in run.struck)
         if run.loop.now > until or cut:
             return set()
