@@ -108,6 +108,7 @@ def train_as_agreed(world: World, config: TrainConfig, how_to_resume: str, *, le
         trainer = _build(world, config, _load(world, config), paths, level, leaves=leaves)
         summary = _resume(world, trainer, paths)
         if trainer.ended:
+            taking.close()  # no step follows that all could stop after
             logger.log(level, "the run is complete: it has trained for %s", counted(config.epochs, "epoch"))
             classes = len(trainer.data.train.classes)
             missing = summary is None or not write_run_files.predictions_are_there(paths.predictions, classes)

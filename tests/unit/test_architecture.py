@@ -84,7 +84,7 @@ WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *
 MOST_LINES_OF_AGENT_AND_WORKER = 8939
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
 MOST_LINES_OF_TESTS = 21_153
-MOST_LINES_OF_PACKAGE = 28_705
+MOST_LINES_OF_PACKAGE = 28_706
 
 
 def room(path: Path) -> str:
