@@ -275,8 +275,7 @@ class Faults:
 
     def _shrink(self, fault: Fault, rank: Rank) -> bool:
         zero = self._run.zero
-        coordinator = zero.coordinator if zero is not None else None
-        if zero is None or coordinator is None or zero.process.frozen:
+        if zero is None or (coordinator := zero.coordinator) is None or zero.process.frozen:
             return False
         self._run.loop.call_soon(coordinator.recovery.shrink, context=zero.process.context)
         if not coordinator.recovery.policy.began or coordinator.roll_call.works:

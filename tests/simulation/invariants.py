@@ -189,8 +189,7 @@ def check_who_is_cut_off(run: Run) -> None:
         error, here = next(iter(rank.errors), None), rank.host.number
         if error is None or error.identifier != "peer-unreachable" or "start this rank" not in error.next:
             continue
-        before = (rank.ended or run.loop.now) - CONNECT_TIMEOUT
-        worked = [one for one in run.ranks if one.worked_since < before]
+        worked = [one for one in run.ranks if one.worked_since < (rank.ended or run.loop.now) - CONNECT_TIMEOUT]
         cut = {host for pair in run.network.were_cut if here in pair for host in pair} - {here}
         excused = rank.number in silent or any(one.number in silent or one.host.number in cut for one in worked)
         if rank in worked and not excused:

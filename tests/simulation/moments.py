@@ -62,9 +62,8 @@ class Moments:
         self._counts_for: tuple[Rank | None, bool] = None, False
 
     def look(self) -> None:
-        now, run = self.run.loop.now, self.run
+        now, run, zero = self.run.loop.now, self.run, self.run.zero
         passed, self._looked = now - self._looked, now
-        zero = run.zero
         can_judge = zero is not None and not zero.process.frozen and zero.host.up
         for rank in run.ranks:
             reaches = zero is None or run.network.reaches(rank.host, zero.host)

@@ -68,11 +68,13 @@ def test_a_rank_that_is_lost_again_and_again_without_a_step_in_between_ends_the_
     policy = begun()
     for time in range(1 if own_code else MOST_WITHOUT_A_STEP):
         policy.begin(RAISED if own_code else KILLED, 10.0 * time)
-        policy.held |= {0: Moment(time, 5), 2: None}
+        policy.take_held(0, Moment(time, 5), 5)
+        policy.take_held(2, None, 0)
         assert policy.refusal([0, 2]) is None
         policy.complete(KEEPS, here(0, 1, 2), 10.0 * time)
     policy.begin(RAISED if own_code else KILLED, 100.0)
-    policy.held |= {0: Moment(0, 5), 2: None}
+    policy.take_held(0, Moment(0, 5), 5)
+    policy.take_held(2, None, 0)
     refusal = policy.refusal([0, 2])
     assert refusal is not None and "after step 5: no step was done in between" in refusal.why
 
@@ -81,7 +83,8 @@ def test_a_rank_that_comes_further_each_time_may_be_lost_for_ever_unless_its_own
     policy, refused = begun(), []
     for step in range(10):
         policy.begin(RAISED if step > 4 else KILLED, 0.0)
-        policy.held |= {0: Moment(step, step), 2: None}
+        policy.take_held(0, Moment(step, step), step)
+        policy.take_held(2, None, 0)
         refused.append(policy.refusal([0, 2]) is not None)
         policy.complete(KEEPS, here(0, 1, 2), 0.0)
     assert refused[:7] == [False] * 7 and refused[7]

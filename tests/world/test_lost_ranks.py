@@ -176,8 +176,8 @@ def test_a_signal_while_ranks_load_their_data_again_stops_them_with_what_they_ho
 
     def start_rank(rank: int, world_size: int, *options: object) -> RankProcess:
         meeting = ["--world_size", world_size, "--rank", rank, "--master_port", port, "--run_dir", tmp_path / "run"]
-        path = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-        return start(sys.executable, "run_multi_gpu_train.py", *meeting, *training, *options, **path)
+        command = [sys.executable, "run_multi_gpu_train.py", *meeting, *training, *options]
+        return start(*command, PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
 
     kept = Kept(start_rank, 2, "--log_every", 1, "--hold_every", 1)
     kept.until_trained()
