@@ -16,7 +16,7 @@ from ddp_manual import from_worker, messages
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.protocol import how_a_worker_ended, states, verdict_words
-from ddp_manual.protocol.stop_signals import StopSignals
+from ddp_manual.protocol.stop_signals import SAVE_WITHIN, StopSignals
 from ddp_manual.protocol.this_rank import ThisRank
 from ddp_manual.ranks_and_runs import LastWords, Verdict, more_seconds
 
@@ -72,8 +72,12 @@ class Explanation:
         self._shell.fail(error)
 
     def _lose_peer(self, error: DdpManualError) -> None:
-        """Fail because another rank has; if signals have asked both to stop, first give the program time to end."""
+        """Fail because another rank has; if signals have asked both to stop, first give the program time to end. A rank
+        that has done its work meanwhile has time to leave in order, but rank 0 ends as the run does."""
         rank = self._rank
+        if rank.number and isinstance(rank.state, (states.Closing, states.Left)):
+            rank.later(SAVE_WITHIN, partial(self._shell.fail, error))
+            return
         stopped = self._signals.stopped_by(None) if rank.work.own_words is None else None
         if stopped is None or rank.work.words_of_another != Stopped.identifier:
             self._shell.fail(error)
