@@ -75,7 +75,7 @@ class Explanation:
         """Fail because another rank has; if signals have asked both to stop, first give the program time to end. A rank
         that has done its work meanwhile has time to leave in order, but rank 0 ends as the run does."""
         rank = self._rank
-        if rank.number and isinstance(rank.state, (states.Closing, states.Left)):
+        if rank.number and isinstance(rank.state, (states.Closing, states.Alone, states.Leaving, states.Left)):
             rank.later(SAVE_WITHIN, partial(self._shell.fail, error))
             return
         stopped = self._signals.stopped_by(None) if rank.work.own_words is None else None

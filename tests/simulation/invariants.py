@@ -12,7 +12,7 @@ from ddp_manual.protocol import states
 from ddp_manual.protocol.reachability import ALL_PAIRS_UP_TO
 from ddp_manual.signal_handlers import ONCE_WITHIN
 from tests.simulation.plan import FOR_EVER, OF_LINKS, RECOVERABLE, SILENT, Fault
-from tests.simulation.rank import Rank
+from tests.simulation.rank import TYPED_AGAIN_WITHIN, Rank
 from tests.simulation.run import Run
 from tests.simulation.worker import LEFT
 
@@ -94,15 +94,13 @@ def check(run: Run) -> None:
         and not plan.launched
         and len(run.struck) <= 3
     )
-    recoverable = recoverable and run.began is not None
-    lost = {fault.rank for _, fault in run.struck}
-    recoverable = recoverable and len(lost) < plan.ranks  # one rank is there all the time, and holds the state
+    recoverable = recoverable and len({fault.rank for _, fault in run.struck}) < plan.ranks  # one holds the state
+    pauses = [0.0 if fault.seconds == FOR_EVER else fault.seconds for _, fault in run.struck]
+    recoverable = recoverable and sum(pauses) + TYPED_AGAIN_WITHIN * len(pauses) < plan.rejoin_timeout
     first_finished = min((at for at in run.finished.values()), default=run.loop.now)
     if recoverable and all(
-        fault.kind in RECOVERABLE
-        and (run.began or 0) < at
-        and at + (0 if fault.seconds == FOR_EVER else fault.seconds) < first_finished
-        for at, fault in run.struck
+        fault.kind in RECOVERABLE and (run.began or at) < at and at + pause < first_finished
+        for (at, fault), pause in zip(run.struck, pauses, strict=True)
     ):
         done = {rank.number for rank in run.ranks if rank.exit_code == 0}
         if len(done) < plan.ranks and not any(rank.process.frozen and rank.runs for rank in run.ranks):

@@ -22,7 +22,7 @@ from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.program import Program as UsersProgram
 from ddp_manual.rank_options import WorldSpec
 from tests.simulation.network import EMPTY, Host
-from tests.simulation.rank import Rank
+from tests.simulation.rank import TYPED_AGAIN_WITHIN, Rank
 from tests.simulation.virtual_time import Process
 from tests.simulation.worker import HeldState, Program, SimulatedWorker
 
@@ -235,4 +235,4 @@ class People:
                 if on is not None:
                     self.type_rank(rank.number, on)
 
-        self._run.loop.call_later(self._run.random.uniform(0.5, 6), type_again, context=EMPTY)
+        self._run.loop.call_later(self._run.random.uniform(0.5, TYPED_AGAIN_WITHIN), type_again, context=EMPTY)

@@ -17,6 +17,9 @@ from tests.simulation.worker import HeldState, Program, SimulatedWorker
 if TYPE_CHECKING:
     from tests.simulation.run import Run
 
+# Seconds after which a lost rank is typed again, at most.
+TYPED_AGAIN_WITHIN = 6.0
+
 
 @dataclass(eq=False)
 class Rank:
