@@ -94,12 +94,12 @@ def check(run: Run) -> None:
         and not plan.launched
         and len(run.struck) <= 3
     )
-    recoverable = recoverable and len({fault.rank for _, fault in run.struck}) < plan.ranks  # one holds the state
+    recoverable &= len({fault.rank for _, fault in run.struck}) < plan.ranks  # one is always here, and holds the state
     pauses = [0.0 if fault.seconds == FOR_EVER else fault.seconds for _, fault in run.struck]
-    recoverable = recoverable and sum(pauses) + TYPED_AGAIN_WITHIN * len(pauses) < plan.rejoin_timeout
-    first_finished = min((at for at in run.finished.values()), default=run.loop.now)
+    recoverable &= run.began is not None and sum(pauses) + TYPED_AGAIN_WITHIN * len(pauses) < plan.rejoin_timeout
+    first_finished = min(run.finished.values(), default=run.loop.now)
     if recoverable and all(
-        fault.kind in RECOVERABLE and (run.began or at) < at and at + pause < first_finished
+        fault.kind in RECOVERABLE and (run.began or 0) < at and at + pause < first_finished
         for (at, fault), pause in zip(run.struck, pauses, strict=True)
     ):
         done = {rank.number for rank in run.ranks if rank.exit_code == 0}
