@@ -95,7 +95,7 @@ def check(run: Run) -> None:
         and len(run.struck) <= 3
     )
     recoverable &= len({fault.rank for _, fault in run.struck}) < plan.ranks  # one is always here, and holds the state
-    pauses = [0.0 if fault.seconds == FOR_EVER else fault.seconds for _, fault in run.struck]
+    pauses = [fault.seconds if fault.kind in SILENT else 0.0 for _, fault in run.struck]
     recoverable &= run.began is not None and sum(pauses) + TYPED_AGAIN_WITHIN * len(pauses) < plan.rejoin_timeout
     first_finished = min(run.finished.values(), default=run.loop.now)
     if recoverable and all(
@@ -103,7 +103,7 @@ def check(run: Run) -> None:
         for (at, fault), pause in zip(run.struck, pauses, strict=True)
     ):
         done = {rank.number for rank in run.ranks if rank.exit_code == 0}
-        if len(done) < plan.ranks and not any(rank.process.frozen and rank.runs for rank in run.ranks):
+        if len(done) < plan.ranks:
             breaks(20, f"a run that keeps its seats does not end: only ranks {sorted(done)} are done")
     came_second = [rank for rank in run.ranks if rank.belongs and _came_second(run, rank)]
     if not faults and len(plan.times) == plan.ranks and not (came_second and plan.launched):  # a launch ends with it
