@@ -17,10 +17,8 @@ from ddp_manual.on_rank_loss import LEAVE
 from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import LONGEST_NAME
 
-# Characters of an error's text, such as a traceback.
-LONGEST_TEXT = 20_000
-# How many numbers and chains a heartbeat may have of a group.
-LONGEST_CHAINS = 256
+LONGEST_TEXT = 20_000  # characters of an error's text, such as a traceback
+LONGEST_CHAINS = 256  # numbers and chains of a group in a heartbeat
 
 # The end of a process group's key in a heartbeat if its collectives are counted by records, and not by torch.
 BY_RECORDS = "/recorded"
@@ -144,6 +142,8 @@ class Ready(Checked):
     """Whether it may train on the CPU instead of a GPU, since nobody has chosen a device for it."""
     chooses_device: bool = False
     """Whether its program chooses a device itself, so that nobody knows which GPU it will use."""
+    cores: Sequence[tuple[Count, Count]] = ()
+    """The ranges of CPU cores that it may use: the first and the last number of each."""
 
 
 @dataclass(kw_only=True)
@@ -157,6 +157,8 @@ class Place:
     local_rank: int
     """Index of its GPU on the host."""
     local_world_size: int
+    cores_shared_by: int
+    """How many ranks of its host may use cores that it may use, with itself: 1 where each has cores of its own."""
     node: int
     """The index of its host, counted from 0 in rank order."""
     nodes: int

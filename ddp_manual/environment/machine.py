@@ -63,11 +63,16 @@ def reserved_port(address: str = "127.0.0.1") -> Iterator[int]:
         yield port
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may use, which a container or taskset may limit."""
+def cores() -> list[int]:
+    """Return the numbers of the cores that this process may use, which a container or taskset may limit."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(cores())
 
 
 def ranks_per_host(text: str) -> int:

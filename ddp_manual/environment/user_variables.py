@@ -24,8 +24,8 @@ def variables() -> Mapping[str, str]:
 
 
 def count(variable: str) -> int:
-    """Return the whole number that a variable holds; 0 if it holds none."""
-    text = os.environ.get(variable, "")
+    """Return the whole number that a variable holds, or that its list begins with; 0 if it holds none."""
+    text = os.environ.get(variable, "").partition(",")[0]
     return int(text) if text.isdigit() else 0
 
 
@@ -105,9 +105,14 @@ def malloc_is_tuned() -> bool:
     return not {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}.isdisjoint(os.environ)
 
 
-def cpu_threads(local_world_size: int) -> int:
-    """Return the threads for one of ``local_world_size`` ranks: OMP_NUM_THREADS, otherwise its share of the cores."""
-    return count("OMP_NUM_THREADS") or max(1, machine.usable_cores() // local_world_size)
+def cpu_threads(cores_shared_by: int) -> int:
+    """Return the threads for one of the ranks that share these cores: OMP_NUM_THREADS, otherwise its share of them."""
+    return count("OMP_NUM_THREADS") or max(1, machine.usable_cores() // cores_shared_by)
+
+
+def omp_num_threads(cores_shared_by: int) -> str:
+    """Return OMP_NUM_THREADS, which may be a list; if it is not set, the threads for one of these ranks."""
+    return os.environ.get("OMP_NUM_THREADS") or str(cpu_threads(cores_shared_by))
 
 
 def colour_allowed() -> bool:

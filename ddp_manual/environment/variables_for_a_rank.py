@@ -76,7 +76,7 @@ def become_rank(placed: Placed, interfaces: Mapping[str, str], *, restarts: tupl
         "TORCHELASTIC_RUN_ID": placed.run.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(restarts[0] + placed.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
-        "OMP_NUM_THREADS": str(user_variables.cpu_threads(place.local_world_size)),
+        "OMP_NUM_THREADS": user_variables.omp_num_threads(place.cores_shared_by),
     }
     if not hosted:
         wanted["TORCHELASTIC_USE_AGENT_STORE"] = None
@@ -104,10 +104,10 @@ def _variables_of(placed: Placed, interfaces: Mapping[str, str]) -> dict[str, st
     }
 
 
-def clean_variables(threads_shared_by: int) -> AbstractContextManager[None]:
+def clean_variables(cores_shared_by: int) -> AbstractContextManager[None]:
     """Start processes in the body without another launcher's variables and with a quiet torch."""
     # A rank sets its share of the cores once it knows its neighbours, but torch sizes its thread pools before that.
-    threads = str(user_variables.cpu_threads(threads_shared_by))
+    threads = user_variables.omp_num_threads(cores_shared_by)
     usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
     return changed(dict.fromkeys(LAUNCHER_VARIABLES), **usual)
 

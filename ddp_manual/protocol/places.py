@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ddp_manual.ranks_and_runs import Place, RankInfo
+from ddp_manual.ranks_and_runs import Place, RankInfo, Ready
+
+Ranges = Sequence[tuple[int, int]]
 
 
-def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] | None = None) -> dict[int, Place]:
+def assign_places(infos: Sequence[RankInfo], ready: Mapping[int, Ready] | None = None) -> dict[int, Place]:
     """Return rank -> its place. Its local_rank is the one that it was given, otherwise its position among its host's
     ranks; but 0, where each rank of the host sees one GPU of its own, as with ``srun --gpus-per-task=1``.
 
     Args:
-        gpus: rank -> the UUIDs of the GPUs it could use, as far as they are known.
+        ready: rank -> which GPUs and cores it could use, as far as they are known.
     """
-    seen = gpus or {}
+    seen = {rank: one.gpus for rank, one in (ready or {}).items()}
+    cores = {rank: tuple(one.cores) for rank, one in (ready or {}).items()}
     numbers = {info.rank: number for number, info in enumerate(infos)}
     hosts: dict[str, dict[int, int]] = {}
     for info in infos:
@@ -28,6 +32,14 @@ def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] |
         and len({seen[rank][0] for rank in positions}) == len(positions)
     }
 
+    bound = {host: Counter(cores.get(rank, ()) for rank in positions) for host, positions in hosts.items()}
+
+    def sharing(info: RankInfo) -> int:
+        """Return how many ranks may use cores of this one; all of its host, where the cores are not known."""
+        own = cores.get(info.rank, ())
+        near = sum(count for others, count in bound[info.host_id].items() if own and _overlap(own, others))
+        return near or len(hosts[info.host_id])
+
     def local_rank(info: RankInfo) -> int:
         if info.host_id in one_each:
             return 0
@@ -39,9 +51,14 @@ def assign_places(infos: Sequence[RankInfo], gpus: Mapping[int, Sequence[str]] |
             world_size=len(numbers),
             local_rank=local_rank(info),
             local_world_size=len(hosts[info.host_id]),
+            cores_shared_by=sharing(info),
             node=nodes[info.host_id],
             nodes=len(nodes),
             host_leader=numbers[next(iter(hosts[info.host_id]))],
         )
         for info in infos
     }
+
+
+def _overlap(ranges: Ranges, others: Ranges) -> bool:
+    return any(first <= end and start <= last for first, last in ranges for start, end in others)

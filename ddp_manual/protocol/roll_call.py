@@ -320,7 +320,7 @@ class RollCall:
 
     def places(self) -> dict[int, Place]:
         """Return rank -> its place, once all ranks are here."""
-        return assign_places(self.infos(), {info.rank: ready.gpus for info, ready in self._pairs()})
+        return assign_places(self.infos(), {info.rank: ready for info, ready in self._pairs()})
 
     def _shared_with_an_earlier_rank(self, member: Member) -> DdpManualError | None:
         """Return why a rank cannot have the GPU of its --local_rank; for ranks without that, ``shared_gpu`` decides."""
@@ -333,9 +333,7 @@ class RollCall:
         told = [(one.info, one.ready) for one in near if one.info.local_rank is not None and one.ready is not None]
         told = [(info, ready) for info, ready in told if not ready.may_use_cpu]
         told.sort(key=lambda pair: pair[0] is member.info)
-        return shared_gpu(
-            told, assign_places([info for info, _ in told], {info.rank: ready.gpus for info, ready in told})
-        )
+        return shared_gpu(told, assign_places([info for info, _ in told], {info.rank: ready for info, ready in told}))
 
     def shared_gpu(self) -> DdpManualError | None:
         """Return why the ranks, which are all ready, cannot have the GPUs of their places; None if they can."""

@@ -98,13 +98,13 @@ def _from_launcher(spec: WorldSpec) -> bool:
     return spec.source("local_rank").startswith("from ")
 
 
-def pin(rank: int, device: str, local_rank: int, local_world_size: int) -> torch.device:
+def pin(rank: int, device: str, local_rank: int, cores_shared_by: int) -> torch.device:
     """Use this rank's share of the cores, and make ``cuda:local_rank`` the current device.
 
     Raises:
         DeviceMissing: this host has fewer GPUs than ranks.
     """
-    torch.set_num_threads(user_variables.cpu_threads(local_world_size))
+    torch.set_num_threads(user_variables.cpu_threads(cores_shared_by))
     if device == "cpu":
         return torch.device("cpu")
     _check_gpu(rank, local_rank, torch.cuda.device_count())

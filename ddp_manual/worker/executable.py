@@ -11,10 +11,11 @@ import socket
 from collections.abc import Iterable, Iterator
 
 from ddp_manual import from_agent, from_worker, signal_handlers
-from ddp_manual.environment import variables_for_a_rank
+from ddp_manual.environment import machine, variables_for_a_rank
 from ddp_manual.errors import BadOption
 from ddp_manual.ranks_and_runs import RUNNING, Beat, LastWords, Ready
 from ddp_manual.wire import LONGEST_ANSWER, LineReader, encode_local
+from ddp_manual.wording import as_ranges
 
 
 def main(channel: int, ignored: Iterable[int]) -> None:
@@ -46,6 +47,7 @@ def main(channel: int, ignored: Iterable[int]) -> None:
         options={},
         store=(address, reserved.getsockname()[1]) if address else None,
         chooses_device=True,
+        cores=as_ranges(machine.cores()),
     )
     send(from_worker.Loaded(ready))
     told = next(message for message in messages if isinstance(message, from_agent.TakePlace))

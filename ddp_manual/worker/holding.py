@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_manual.errors import BadOption
 from ddp_manual.from_worker import FromWorker, Holds, Progress
 from ddp_manual.held_state_memory import HeldMemory
 from ddp_manual.messages import Placed
@@ -66,8 +67,10 @@ def hold(
         every: hold at each n-th call only, where the model is large.
 
     Raises:
-        BadOption: something cannot be held.
+        BadOption: ``every`` is below 1, or something cannot be held.
     """
+    if every < 1:
+        raise BadOption(f"hold was called with every={every}", why="it holds at each n-th call", next="give 1 or more")
     if here is None:
         return
     if not (here.has_asked or here.calls or here.is_quiet):

@@ -27,7 +27,7 @@ from ddp_manual.join_steps import Steps
 from ddp_manual.longest_wait import timeout_for
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.ranks_and_runs import ENDED, LEAVING, RUNNING, LastWords, Ready, more_seconds
-from ddp_manual.wording import counted
+from ddp_manual.wording import as_ranges, counted
 from ddp_manual.worker import device_and_backend as devices
 from ddp_manual.worker import private_torch, process_group, torch_store
 from ddp_manual.worker.collective_recorder import Recorder
@@ -110,6 +110,7 @@ class Rank:
             store=(self._store.host, self._store.port) if self._store is not None else None,
             may_use_cpu=own_code is not None and devices.may_use_cpu(self.spec),
             chooses_device=own_code is None,
+            cores=as_ranges(machine.cores()),
         )
         self.reporter.send(from_worker.Loaded(ready, self.steps))
         self.steps.clear()
@@ -180,7 +181,7 @@ class Rank:
         if backend == "nccl" and place.rank == place.host_leader and told.wrong_for_nccl and place.world_size > 1:
             named = told.interfaces["NCCL_SOCKET_IFNAME"]
             logger.info("NCCL_SOCKET_IFNAME=%s is set for NCCL: %s", named, told.wrong_for_nccl)
-        pinned = devices.pin(self.spec.rank, device, place.local_rank, place.local_world_size)
+        pinned = devices.pin(self.spec.rank, device, place.local_rank, place.cores_shared_by)
         store = self._store or torch_store.open_store(*placed.store)
         if open_group:
             with self.steps.step("process group") as step:

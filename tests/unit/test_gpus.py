@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_manual import gpus
-from ddp_manual.environment import machine
+from ddp_manual.environment import machine, user_variables
 from ddp_manual.errors import BadOption
 from ddp_manual.worker import device_and_backend, private_torch
 
@@ -116,4 +116,6 @@ def test_the_ranks_of_a_host_share_out_its_cores_with_gpus_too(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     assert device_and_backend.pin(3, kind, 3, 8).type == kind
-    assert chosen == [12]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,1")  # the second is for nested parallel regions
+    assert device_and_backend.pin(3, kind, 3, 8).type == kind
+    assert chosen == [12, 3] and user_variables.omp_num_threads(8) == "3,1"

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from ddp_manual.agent import reachability
 from ddp_manual.agent.reachability import GREETING_BYTES, MOST_CONNECTED, answer_at, greeting, try_to_reach
 from ddp_manual.protocol.places import assign_places
 from ddp_manual.protocol.reachability import Probes
-from tests.runs import info
+from tests.runs import info, ready
 
 
 def reach_a_server_that(serve: Callable[[socket.socket, int], None]) -> str | None:
@@ -68,6 +69,21 @@ def test_silent_connections_to_the_port_for_probes_make_room_for_a_host_and_are_
 
 def test_another_program_that_listens_there_is_not_taken_for_an_agent() -> None:
     assert reach_a_server_that(lambda peer, _: peer.sendall(b"SSH-2.0\r\n")) == "something else answers there"
+
+
+@pytest.mark.parametrize(
+    ("cores", "shared_by"),
+    [
+        ([[(0, 7)], [(8, 15)], [(0, 7)]], [1, 1, 1]),  # the last is on another host
+        ([[(0, 3), (8, 11)], [(0, 3), (8, 11)], [(0, 3)]], [2, 2, 1]),
+        ([[(0, 3)], [(3, 7)], [(0, 15)]], [2, 2, 1]),
+        ([[], [(0, 7)], [(0, 7)]], [2, 1, 1]),
+    ],
+)
+def test_only_ranks_that_may_use_the_same_cores_share_them(cores: list[Any], shared_by: list[int]) -> None:
+    infos = [info(rank, host, world_size=3, address="10.0.0.1") for rank, host in enumerate("aab")]
+    places = assign_places(infos, {rank: ready(cores=found) for rank, found in enumerate(cores)})
+    assert [places[rank].cores_shared_by for rank in range(3)] == shared_by
 
 
 def test_of_the_reports_of_hosts_only_those_of_this_round_count_and_a_host_that_does_not_report_fails() -> None:

@@ -40,7 +40,9 @@ def here(*ranks: int) -> dict[int, RankInfo]:
 
 
 def placed(rank: int) -> Placed:
-    place = Place(rank=rank, world_size=3, local_rank=rank, local_world_size=3, node=0, nodes=1, host_leader=0)
+    place = Place(
+        rank=rank, world_size=3, local_rank=rank, local_world_size=3, cores_shared_by=3, node=0, nodes=1, host_leader=0
+    )
     return Placed(place, ("10.0.0.1", 1), 0, holds=True, state_from=None, losses=Losses(0, 0.0), run=KEEPS)
 
 
@@ -194,6 +196,8 @@ def test_a_script_goes_on_where_there_is_no_memory_for_its_state_and_a_line_says
     log_to_root(monkeypatch)
     begin(memory)
     assert holding.held(model) is None
+    with pytest.raises(BadOption, match="every=0"):
+        holding.hold(model, every=0)
     holding.hold(model)
     assert memory.newest() is not None
     monkeypatch.setattr(held_state_memory, "memory_left", lambda: 0)
