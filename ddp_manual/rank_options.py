@@ -166,7 +166,7 @@ class WorldSpec(Options):
         rank = found.get("rank")
         if "world_size" not in values and rank is not None and rank.source != launcher_variables.TORCHRUN["rank"]:
             raise launcher_variables.nobody_says_of_how_many(rank)
-        is_elsewhere = "master_addr" not in values and values.get("world_size", 1) > 1
+        is_elsewhere = "master_addr" not in values and values.get("world_size", 1) != 1
         typed_rank = is_rank and by_hand
         if is_elsewhere and not typed_rank and (first := launcher_variables.first_pod()) is not None:
             values["master_addr"], sources["master_addr"] = first.value, f"from {first.source}"

@@ -44,7 +44,7 @@ here: Rank | None = None
 """The rank that this process is, if an agent has started it, otherwise None; ``script`` sets it."""
 
 
-def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any) -> World:
+def join(*, run_dir: str | Path | None = None, open_group: bool = True, **options: Any) -> World:
     """Meet the other ranks, run the body of ``with`` as one of them, and leave in order; or without ``with``, leave at
     ``world.close()``, at the latest when the interpreter ends.
 
@@ -69,7 +69,7 @@ def join(*, run_dir: str | None = None, open_group: bool = True, **options: Any)
     if here is not None:
         block = _attached(here, options, open_group=open_group)
     else:
-        block = _joined(WorldSpec.from_environment(**options), run_dir, open_group=open_group)
+        block = _joined(WorldSpec.from_environment(**options), str(run_dir) if run_dir else None, open_group=open_group)
     with ExitStack() as stack:
         try:
             world = stack.enter_context(block)

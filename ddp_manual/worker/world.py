@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import itertools
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -93,10 +95,22 @@ class World(Place):
         self._block = block
         atexit.register(self._leave_at_exit, os.getpid(), getattr(sys, "last_value", None))
         exit = sys.exit
+        block.callback(setattr, sys, "exit", exit)
+
+        class Exit(SystemExit):
+            """What ends the script, unless it is caught. Its exit code is that of the script only if the interpreter
+            reads it: no frame of Python is above that."""
+
+            def __getattribute__(exits, name: str) -> Any:  # self is the world
+                frame = inspect.currentframe()
+                if name == "code" and frame is not None and frame.f_back is None and exits.args[0]:
+                    self._exit = SystemExit(*exits.args)
+                return super().__getattribute__(name)
 
         def exit_and_note(code: Any = None) -> NoReturn:
-            self._exit = SystemExit(code) if code else None
-            exit(code)
+            if threading.current_thread() is not threading.main_thread():
+                exit(code)
+            raise Exit(code)
 
         sys.exit = exit_and_note  # at exit, nothing else tells the exit code
 

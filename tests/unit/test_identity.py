@@ -106,6 +106,8 @@ def test_a_rank_without_a_world_size_is_not_guessed(monkeypatch: pytest.MonkeyPa
         WorldSpec.from_environment()
     assert WorldSpec.from_environment(world_size=3, master_addr="a").rank == 1
     assert WorldSpec.from_environment(world_size=1, rank=0).from_variables == []
+    with pytest.raises(BadOption, match="--world_size '2' is not a whole number"):
+        WorldSpec.from_environment(world_size="2", rank=0)
 
 
 POD_HOSTS = "# Written by the kubelet.\n127.0.0.1\tlocalhost\n10.1.2.3\tmy-job-1.svc.ns.svc.cluster.local\tmy-job-1\n"

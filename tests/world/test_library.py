@@ -82,6 +82,31 @@ def test_what_ends_a_script_without_a_block_is_told_to_the_other_ranks(start_joi
     assert "ValueError: mine" in ranks[0].err and "GeneratorExit" not in ranks[0].err
 
 
+EXITS = """
+import sys, threading, time, ddp_manual
+world = ddp_manual.join(device="cpu")
+if world.rank == 1:
+    threading.Thread(target=sys.exit, args=(4,)).start()
+    try:
+        sys.exit(2)
+    except SystemExit as caught:
+        assert caught.code == 2
+print(sum(world.gather(world.rank)))
+if "really" in sys.argv:
+    time.sleep(60) if world.rank == 0 else sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("really", "codes"), [((), [0, 0]), (("really",), [14, 3])])
+def test_of_the_exits_of_a_script_without_a_block_only_the_one_that_ends_it_is_told(
+    start_joined: Start, really: tuple[str, ...], codes: list[int]
+) -> None:
+    ranks = start_joined(EXITS, *really)
+    assert [rank.wait(30) for rank in ranks] == codes, ranks[0].err
+    assert [rank.out for rank in ranks] == ["1\n"] * 2 and "Traceback" not in ranks[1].err
+    assert ("the program exited with code 3" in ranks[0].err) == bool(really)
+
+
 SAVES = """
 import signal, sys, time, ddp_manual
 
