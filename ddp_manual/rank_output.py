@@ -75,16 +75,21 @@ class RankOutput:
             self._log.flush()
         if shown is None:
             room = self._room(sink)
-            lines = text.decode(errors="replace").splitlines(keepends=True)
-            shown = "".join(self._at_width(line, room) for line in lines)
+            shown = "".join(self._at_width(line, room) for line in _lines(text))
         colour = sink.isatty() and user_variables.colour_allowed()
         tag = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if colour else self._tag
-        unread.write("".join(f"{tag} {in_colour(line, sink)}" for line in shown.splitlines(keepends=True)), sink)
+        lines = _lines(shown.encode(errors="replace"))
+        unread.write("".join(f"{tag} {in_colour(line, sink)}" for line in lines), sink)
 
     def _at_width(self, line: str, room: int | None) -> str:
         """Wrap a line of this package, which has the tag in front; those of programs are left alone."""
         own = line.removeprefix(f"{self._tag} ")
         return line if own == line else wrapped(own, room)
+
+
+def _lines(text: bytes) -> list[str]:
+    """Return the lines with their ends, as a terminal has them: ``str.splitlines`` also splits at U+2028, or a FF."""
+    return [line.decode(errors="replace") for line in text.splitlines(keepends=True)]
 
 
 def copies(pipes: Sequence[int], output: RankOutput) -> list[asyncio.Future[None]]:

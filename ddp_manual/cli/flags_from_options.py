@@ -137,6 +137,14 @@ def given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
     return {field.name: flags[field.name] for field in option_fields(kind) if flags.get(field.name) is not None}
 
 
+def not_empty(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """Refuse a folder whose name is empty, as of a shell's variable that is not set: it would be the current one."""
+    if value is not None and not value.strip():
+        why, next = getattr(option, "help", ""), f"leave --{option.name} out, or say which it is"
+        raise errors.BadOption(f"--{option.name} is empty", why=why, next=next)
+    return value
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 # The options that say how to run a program of the user's own.
 program_options = together(

@@ -16,6 +16,7 @@ from ddp_manual.cli.flags_from_options import (
     json_option,
     launched_program,
     names_in,
+    not_empty,
     own_program,
 )
 from ddp_manual.cli.ranks import train
@@ -57,6 +58,7 @@ from ddp_manual.training.options import TrainConfig
 @click.option(
     "--run_dir",
     metavar="DIR",
+    callback=not_empty,
     help="Where logs and results go (default: runs/<start time>-<run_id>; of a script: nowhere).",
 )
 @click.option(
@@ -138,13 +140,20 @@ def _place(flags: dict[str, Any], *, by_ssh: bool) -> tuple[dict[str, Any], dict
     typed |= given(WorldSpec, flags)
     node = launcher_variables.of_node(user_variables.variables()) if "nnodes" not in typed and not by_ssh else {}
     place, sources = launcher_variables.with_flags(node, typed)
+    all_ranks, nnodes = flags["num_processes"], place.get("nnodes", 1)
+    if all_ranks is not None:  # as accelerate counts
+        if "nproc" in typed or all_ranks % nnodes:
+            also = "--nproc says it too" if "nproc" in typed else f"there are {nnodes} machines with as many ranks each"
+            raise errors.BadOption(
+                f"--num_processes {all_ranks} cannot say how many ranks each machine has",
+                why=f"it is the number of all ranks, and {also}",
+                next="give --nproc alone: the number of ranks on this machine",
+            )
+        place["nproc"], sources["nproc"] = str(all_ranks // nnodes), "flag"
     if node:
         terminal.say(", ".join(f"{name} {place[name]} ({sources[name]})" for name in node))
         if "master_addr" not in typed:
             launcher_variables.check_rank_0_is_found(user_variables.variables())
-    all_ranks, nnodes = flags["num_processes"], place.get("nnodes", 1)
-    if "nproc" not in place and all_ranks is not None and all_ranks % nnodes == 0:  # as accelerate counts
-        place["nproc"] = str(all_ranks // nnodes)
     return place, sources
 
 
@@ -209,7 +218,7 @@ def hosted() -> int:
 
 @click.command("commands", cls=ProgramCommand, short_help="Print what to type in each terminal of each host.")
 @hosts_options("The hosts, each with its number of ranks; rank 0 is on the first.")
-@click.option("--run_dir", metavar="DIR", help="Where rank 0 writes; given to each rank.")
+@click.option("--run_dir", metavar="DIR", callback=not_empty, help="Where rank 0 writes; given to each rank.")
 @json_option
 @launched_program()
 @click.pass_context

@@ -54,7 +54,7 @@ class OrderedGroup(click.Group):
             raise errors.BadOption(
                 f"{args[0]} is a script, and no command of ddp-manual",
                 why="the command run starts one rank of a script",
-                next=f"ddp-manual run {shlex.join(args)}",
+                next=whole(f"ddp-manual run {shlex.join(args)}"),
             )
         return super().resolve_command(ctx, args)
 

@@ -15,6 +15,7 @@ from ddp_manual.cli.flags_from_options import (
     given,
     json_option,
     names_in,
+    not_empty,
     options_of,
     program_of,
     program_options,
@@ -70,7 +71,10 @@ def train(config_file: str | None, **flags: Any) -> int:
 @click.command("run", cls=ProgramCommand, short_help="Run ONE rank of your own script, unmodified.")
 @program_options
 @click.option(
-    "--run_dir", metavar="DIR", help="Where a rank that fails leaves why, as failure-rank<k>.json (default: nowhere)."
+    "--run_dir",
+    metavar="DIR",
+    callback=not_empty,
+    help="Where a rank that fails leaves why, as failure-rank<k>.json (default: nowhere).",
 )
 @options_of(WorldSpec, only=PROGRAM_OPTIONS, defaults=OF_SCRIPTS)
 @click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")

@@ -12,7 +12,16 @@ from typing import Any, Protocol
 
 from ddp_manual import signal_handlers
 from ddp_manual.agent.to_type import status_command
-from ddp_manual.errors import DdpManualError, DiskFull, PeerGone, RunFilesError, Stopped, TrainingFailed
+from ddp_manual.errors import (
+    DdpManualError,
+    DiskFull,
+    MasterLost,
+    PeerGone,
+    PeerLost,
+    RunFilesError,
+    Stopped,
+    TrainingFailed,
+)
 from ddp_manual.launch.job import Job
 from ddp_manual.terminal import say
 from ddp_manual.text_wrapping import whole
@@ -137,7 +146,8 @@ def may_be_fixed(error: DdpManualError) -> bool:
     identifier, code = error.on_its_rank or (error.identifier, error.exit_code)
     if identifier == TrainingFailed.identifier:  # its exit code is the program's own
         return True
-    return code in FIXED_BY_A_RESTART or (code > 128 and code not in ASKED_TO_STOP)
+    is_loss = identifier in (PeerLost.identifier, MasterLost.identifier)  # a program may have ended with any code
+    return code in FIXED_BY_A_RESTART or ((is_loss or code > 128) and code not in ASKED_TO_STOP)
 
 
 def root_failure(failed: Sequence[Failure]) -> Failure | None:

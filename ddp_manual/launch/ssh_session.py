@@ -23,6 +23,7 @@ from ddp_manual.launch import session_messages
 from ddp_manual.launch.attempts import in_short
 from ddp_manual.launch.host_list import LOCAL, Host
 from ddp_manual.launch.session_messages import ALIVE_EVERY, END_WITHIN, MARK, SILENT_AFTER
+from ddp_manual.text_wrapping import whole
 from ddp_manual.wire import encode_local
 
 T = TypeVar("T")
@@ -58,10 +59,17 @@ SSH_SAYS = (
     (
         "IDENTIFICATION HAS CHANGED",
         "it has another host key than before",
-        "if it was installed again: {removal}\nthen accept its new key: {ssh} {host} true",
+        "if it was installed again:\n"
+        + whole("{removal}")
+        + "\nthen accept its new key:\n"
+        + whole("{ssh} {host} true"),
     ),
-    ("Host key verification failed", "its host key is not known", "accept its key: {ssh} {host} true"),
-    ("Permission denied", "it does not accept your key", "{copy_id} {host}\nor, for a key with a passphrase: ssh-add"),
+    ("Host key verification failed", "its host key is not known", "accept its key:\n" + whole("{ssh} {host} true")),
+    (
+        "Permission denied",
+        "it does not accept your key",
+        "have it accept your key:\n" + whole("{copy_id} {host}") + "\nor, for a key with a passphrase: ssh-add",
+    ),
 )
 
 
@@ -79,8 +87,8 @@ class Remote:
         """Return what was typed as a Remote; by default the folder and the Python are the same as here.
 
         Raises:
-            BadOption: the folder begins with ``~`` and the name of a user; or the ssh command is not quoted as a shell
-                has it.
+            BadOption: the folder begins with ``~`` and the name of a user, or is the current one, which is gone; or the
+                ssh command is not quoted as a shell has it.
         """
         if folder is not None and re.match("~[^/]", folder):
             raise BadOption(
@@ -92,7 +100,11 @@ class Remote:
             words = shlex.split(ssh) if ssh else None
         except ValueError as error:
             raise BadOption(f"--ssh {ssh} is no command", why=str(error), next="quote it as a shell does") from None
-        return cls(ssh=words, folder=folder or str(Path.cwd()), python=python or sys.executable)
+        try:
+            folder = folder or str(Path.cwd())
+        except OSError as error:
+            raise BadOption("the current folder is gone", why=str(error), next="give --remote_dir") from None
+        return cls(ssh=words, folder=folder, python=python or sys.executable)
 
     def command(self, host: str) -> list[str]:
         """Return the command that starts ``launch/on_each_host.py`` on a host."""
@@ -150,9 +162,9 @@ def why_not(host: str, remote: Remote, code: int | None, said: str) -> tuple[str
         for says, cause, remedy in SSH_SAYS:
             if says in said:
                 return f"{cause}: {last}", remedy.format(**words)
-        return f"ssh has ended: {last}", f"see what ssh says: {log_in} true"
+        return f"ssh has ended: {last}", f"see what ssh says:\n{whole(log_in)} true"
     if code == NO_FOLDER:
-        return f"it has no folder {remote.folder}", f"{words['copy']}\nor give --remote_dir"
+        return f"it has no folder {remote.folder}", f"copy this one:\n{whole(words['copy'])}\nor give --remote_dir"
     if code in (126, 127):
         return f"it has no Python at {remote.python}", "give --remote_python, such as --remote_python /usr/bin/python3"
     if "No module named ddp_manual" in said:
@@ -216,7 +228,7 @@ class Session:
         if differs and not order.job.spec.allow_mismatch:
             raise NotReady(
                 f"its {', '.join(differs[:8])} is not the same as here",
-                f"copy it: {self.remote.words(self.host.name)['copy']}",
+                f"copy it:\n{whole(self.remote.words(self.host.name)['copy'])}",
             )
 
     async def _start(self) -> None:

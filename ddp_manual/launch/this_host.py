@@ -88,10 +88,10 @@ def prepared(job: Job, hosts: Hosts) -> Job:
         by_hand.check_options(dataclasses.replace(job.spec, world_size=hosts.world_size), config)
         job = dataclasses.replace(job, config=config)
     if job.run_dir is not None:
-        resumes = job.config is not None and job.config.resume is not None
+        goes_on = job.config is None or job.config.resume is not None  # what a program writes there is its own affair
         # A rank that takes the seat of a lost rank finds the files of its run in the folder.
         paths = RunPaths(Path(job.run_dir))
-        paths.create(resuming=resumes or job.spec.on_loss != LEAVE)
+        paths.create(resuming=goes_on or job.spec.on_loss != LEAVE)
         for rank in hosts.ranks:
             with writing(paths.log(rank), "--run_dir"):  # one may be there, of another user
                 paths.log(rank).open("ab").close()

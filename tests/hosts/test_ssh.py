@@ -180,13 +180,13 @@ NOT_READY = {
     "silent": ("it does not answer: ", "whether a firewall drops its ssh port"),
     "nameless": ("its name has no address: ", "give its HostName in /"),
     "closed": ("it answers, but no sshd listens there: ", "start sshd there"),
-    "unknown": ("its host key is not known", "accept its key: ssh -F /"),
+    "unknown": ("its host key is not known", "accept its key:\n          ssh -F /"),
     "changed": ("it has another host key than before", "ssh-keygen -f "),
     "nokey": ("it does not accept your key: ", "ssh-copy-id -F /"),
     "nofolder": ("it has no folder /", "rsync -a -e 'ssh -F /"),
     "nopython": ("it has no Python at /", "give --remote_python"),
     "older": ("its ddp_manual is version 0.0.9, here it is ", "install version "),
-    "differs": ("its script.py is not the same as here", "copy it: rsync -a -e 'ssh -F /"),
+    "differs": ("its script.py is not the same as here", "copy it:\n          rsync -a -e 'ssh -F /"),
 }
 
 

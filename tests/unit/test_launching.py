@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.attempts import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
 from ddp_manual.launch.this_host import Ranks, prepared
+from ddp_manual.program import EXECUTABLE, Program
 from ddp_manual.protocol.verdict_words import error_for, lost_rank, verdict_about
 from ddp_manual.rank_output import RankOutput, copy
 from ddp_manual.ranks_and_runs import LastWords, RankInfo
@@ -38,10 +40,12 @@ def failed(code: int, kind: type[DdpManualError] = PeerLost) -> DdpManualError:
 
 
 def test_ranks_are_started_again_after_failures_that_may_not_recur() -> None:
-    again = {code for code in range(1, 129) if may_be_fixed(failed(code))}
+    again = {code for code in range(1, 129) if may_be_fixed(failed(code, errors.BadOption))}
     assert again == {errors.TrainingFailed.exit_code, errors.PeerGone.exit_code}
     assert may_be_fixed(failed(128 + signal.SIGKILL)) and may_be_fixed(failed(128 + signal.SIGSEGV))
     assert may_be_fixed(failed(3, errors.TrainingFailed))  # of sys.exit(3)
+    assert may_be_fixed(failed(3)) and may_be_fixed(failed(3, errors.MasterLost))  # of os._exit(3), or of a program
+    assert not may_be_fixed(failed(128 + signal.SIGTERM))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         assert not may_be_fixed(Stopped(number))
 
@@ -176,6 +180,8 @@ def test_only_ranks_that_may_take_the_seats_of_lost_ones_start_where_a_run_has_i
     prepared(job(on_loss="wait"), Hosts([1]))
     with pytest.raises(errors.BadOption, match="already holds a run"):
         prepared(job(), Hosts([1]))
+    # What a program of the user's own writes there is its own affair.
+    prepared(dataclasses.replace(job(), config=None, program=Program(kind=EXECUTABLE, name="true")), Hosts([1]))
     (tmp_path / "log-rank1.txt").mkdir()
     with pytest.raises(errors.BadOption, match=r"log-rank1\.txt cannot be written"):
         prepared(job(on_loss="wait"), Hosts([2]))

@@ -74,9 +74,9 @@ def test_a_host_that_speaks_otherwise_and_an_ssh_that_cannot_be_started_are_told
 
 
 def test_without_options_of_ssh_the_remedies_are_as_short_as_they_can_be() -> None:
-    assert why_not("me@b", PLAIN, NO_FOLDER, "")[1].splitlines()[0] == "rsync -a ./ me@b:/work/"
-    assert why_not("b", PLAIN, 255, "Permission denied")[1].splitlines()[0] == "ssh-copy-id b"
-    assert why_not("me@fe80::1", PLAIN, NO_FOLDER, "")[1].splitlines()[0] == "rsync -a ./ 'me@[fe80::1]:/work/'"
+    assert why_not("me@b", PLAIN, NO_FOLDER, "")[1].splitlines()[1] == "  rsync -a ./ me@b:/work/"
+    assert why_not("b", PLAIN, 255, "Permission denied")[1].splitlines()[1] == "  ssh-copy-id b"
+    assert why_not("me@fe80::1", PLAIN, NO_FOLDER, "")[1].splitlines()[1] == "  rsync -a ./ 'me@[fe80::1]:/work/'"
     assert "~/.ssh/config" in why_not("b", PLAIN, 255, "Could not resolve hostname")[1]
 
 
@@ -86,6 +86,9 @@ def test_without_options_of_ssh_the_remedies_are_as_short_as_they_can_be() -> No
         ("--hosts a:2 --nproc 2 x.py", "--nproc and --hosts exclude each other"),
         ("--hostfile f --node_rank 1 x.py", "--node_rank and --hostfile exclude each other"),
         ("--hostfile /dev/null x.py", "--hostfile /dev/null names no host"),
+        ("--nproc 2 --num_processes 4 x.py", "--num_processes 4 cannot say how many ranks each machine has"),
+        ("--nnodes 2 --num_processes 3 x.py", "and there are 2 machines"),
+        ("--nproc 2 --run_dir= x.py", "--run_dir is empty"),
         ("--nproc 2 --remote_dir / x.py", "--remote_dir needs --hosts or --hostfile"),
         ("--hosts a:2 --remote_dir ~me/x x.py", "--remote_dir ~me/x cannot be found"),
         ("--hosts a:2 --export NOT_SET_ANYWHERE x.py", "--export NOT_SET_ANYWHERE is not set here"),
@@ -114,7 +117,7 @@ def test_ssh_copy_id_gets_only_options_that_it_has() -> None:
         "tsh ssh --proxy=x": "",
     }.items():
         _, remedy = why_not("b", Remote.of(ssh_typed, None, None), 255, "Permission denied")
-        assert remedy.startswith(f"ssh-copy-id {options}b\n")
+        assert f"\n  ssh-copy-id {options}b\n" in remedy
 
 
 @pytest.mark.parametrize(("folder", "found", "copied"), [("~", "", "."), ("~/", "", "."), ("~/a b", "a b", "a b")])
@@ -128,7 +131,7 @@ def test_the_remote_folder_may_be_below_the_home_of_each_host(
     environment = {**os.environ, "HOME": str(tmp_path / "home")}
     said = subprocess.run(remote.command("localhost"), env=environment, capture_output=True, text=True, check=True)
     assert Path(said.stdout.strip()) == tmp_path / "home" / found
-    assert shlex.split(why_not("b", remote, NO_FOLDER, "")[1].splitlines()[0])[-1] == f"b:{copied}/"
+    assert shlex.split(why_not("b", remote, NO_FOLDER, "")[1].splitlines()[1])[-1] == f"b:{copied}/"
 
 
 def order_of(typed: list[str], monkeypatch: pytest.MonkeyPatch) -> Order:

@@ -101,10 +101,12 @@ def test_launch_wraps_what_its_ranks_say_beside_their_numbers_and_no_line_of_pro
         output.write(f"[rank 0] {long}\n{long}\n".encode())
         output.print("for the log alone", shown=False)
         output.print_error(RankMissing(long, why="", next=whole("type this")), shown=True)
+        output.write("a\u2028b\x0cc\n".encode())
     own = ["[rank 0] a line that is a good deal", "[rank 0]   wider than the terminal"]
-    shown = screen.getvalue().splitlines()
+    shown = screen.getvalue().split("\n")
+    assert shown[-2:] == ["[rank 0] a\u2028b\x0cc", ""]
     assert shown[:5] == [*own, *own, f"[rank 0] {long}"]
-    assert shown[5] == "[rank 0] error[rank-missing]: a line" and shown[-1] == "[rank 0]   next: type this"
+    assert shown[5] == "[rank 0] error[rank-missing]: a line" and shown[-3] == "[rank 0]   next: type this"
     logged = path.read_text().splitlines()
     assert logged[0] == f"[rank 0] {long}" and "for the log alone" in logged
 
