@@ -167,12 +167,12 @@ def _parameters(path: Path, content: bytes) -> dict[str, Any]:
     try:
         read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         within = isinstance(read.get("model"), Mapping) and not isinstance(read.get("position"), torch.Tensor)
-        found = {str(name): value for name, value in (read["model"] if within else read).items()}
-        why = f"it holds {', '.join([*found][:5]) or 'nothing'}, where tensors are wanted"
+        found: dict[str, Any] = read["model"] if within else read
+        why = f"it holds {', '.join(map(str, [*found][:5])) or 'nothing'}, where tensors are wanted"
     except Exception as error:  # torch.load raises many kinds, depending on the first wrong byte
         # Not torch's own message: it advises weights_only=False, which would run code from the file.
         found, why = {}, f"torch.load with weights_only=True cannot read it: {type(error).__name__}"
-    tensors = [value for name, value in found.items() if not name.endswith(EXTRA_STATE)]
+    tensors = [value for name, value in found.items() if not str(name).endswith(EXTRA_STATE)]
     if not tensors or not all(isinstance(value, torch.Tensor) for value in tensors):
         raise CheckpointCorrupt(
             f"{path} holds no model",
@@ -273,11 +273,11 @@ def _network(path: Path, parameters: Mapping[str, Any], config: TrainConfig, tes
     classes = len(test.classes)
     network = models.build(config.model, device=torch.device("cpu"), seed=0, shape=test.shape, classes=classes)
     try:
-        network.load_state_dict(dict(parameters))
+        network.load_state_dict(parameters)
     except Exception as error:  # torch words each misfit in its own way
         raise CheckpointMismatch(
             f"{path} is no {config.model} for {_images(test)}",
-            why=textwrap.shorten(str(error).partition(":")[2], 300, placeholder=" ..."),
+            why=textwrap.shorten(str(error).split(":\n", 1)[-1], 300, placeholder=" ...") or type(error).__name__,
             next="give the --model and the --dataset it was trained on",
         ) from error
     return network

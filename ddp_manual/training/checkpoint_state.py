@@ -6,6 +6,7 @@ A checkpoint never holds code: it is read with ``weights_only=True``. Only rank 
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import random
@@ -63,7 +64,7 @@ class Saved:
 
     Args:
         options: see ``options_of``.
-        model: the network's state dict, without DDP's prefix.
+        model: the network's state dict, without DDP's prefix; Any, since msgspec would make a plain dict of it.
         optimizer: its state by parameter number. Learning rate, momentum and the like come from the options.
         random: the state of rank 0's Python generator. torch's generators are seeded anew at each step.
     """
@@ -72,7 +73,7 @@ class Saved:
     history: History
     options: dict[str, Any]
     world_size: int
-    model: dict[str, Any]
+    model: Any
     optimizer: dict[int, Any]
     random: dict[str, Any]
 
@@ -100,11 +101,17 @@ def pack(trainer: Trainer) -> bytes:
 
 
 def on_cpu(state: Any) -> Any:
-    """Return ``state`` with its tensors on the CPU, so that a machine without a GPU can read them."""
+    """Return ``state`` with its tensors on the CPU, so that a machine without a GPU can read them.
+
+    A state dict keeps its attribute, which has the versions of the modules: some need theirs when it is loaded.
+    """
     if isinstance(state, Tensor):
         return state.cpu()
-    if isinstance(state, Mapping):
-        return {name: on_cpu(value) for name, value in state.items()}
+    if isinstance(state, dict):
+        moved = copy.copy(state)
+        for name, value in state.items():
+            moved[name] = on_cpu(value)
+        return moved
     return state
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,8 +47,10 @@ def describe(value: Any, tensors: list[Tensor], *path: Any) -> Any:
     if value is None or isinstance(value, PLAIN):
         return value
     if isinstance(value, Mapping):
-        pairs = value.items()
-        return {"dict": [[describe(key, tensors, *path), describe(one, tensors, *path, key)] for key, one in pairs]}
+        pairs = [[describe(key, tensors, *path), describe(one, tensors, *path, key)] for key, one in value.items()]
+        if type(value) is OrderedDict and (versions := vars(value)):  # those of the modules, in a state_dict()
+            return {"state_dict": [pairs, describe(versions, tensors, *path)]}
+        return {"dict": pairs}
     if isinstance(value, (list, tuple)):
         items = [describe(one, tensors, *path, place) for place, one in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
@@ -205,6 +208,11 @@ def _build(described: Any, tensors: Tensor) -> Any:
             return one
         if kind == "dict":
             return {build(key): build(value) for key, value in inner}
+        if kind == "state_dict":
+            pairs, versions = inner
+            state = OrderedDict(build(pairs))
+            vars(state).update(build(versions))
+            return state
         return tuple(build(one) for one in inner)
 
     return build(described)

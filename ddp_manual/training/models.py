@@ -240,6 +240,8 @@ def _without_prefix(_: nn.Module, state: dict[str, Any], prefix: str, __: dict[s
 def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
     for key in [key for key in state if key.startswith(prefix) and not key.startswith(f"{prefix}{COMPILED}.")]:
         state[f"{prefix}{COMPILED}.{key.removeprefix(prefix)}"] = state.pop(key)
+    versions = getattr(state, "_metadata", {})  # of the modules; that of the whole network has an empty name
+    versions.update({f"{COMPILED}.{name}".rstrip("."): version for name, version in versions.items()})
 
 
 def _scores(name: str, model: nn.Module, images: Tensor, classes: int) -> Tensor:

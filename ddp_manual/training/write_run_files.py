@@ -116,10 +116,8 @@ class RunFiles:
     def _write_model(self, network: nn.Module) -> None:
         content = io.BytesIO()
         # Plain contiguous tensors on the CPU, which any script can load.
-        state = {
-            name: value.contiguous() if isinstance(value, Tensor) else value
-            for name, value in on_cpu(network.state_dict()).items()
-        }
+        state = on_cpu(network.state_dict())
+        state.update({name: value.contiguous() for name, value in state.items() if isinstance(value, Tensor)})
         torch.save(state, content)
         atomic_files.write_bytes(self._paths.model, content.getvalue())
 

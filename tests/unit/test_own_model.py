@@ -153,8 +153,11 @@ def test_a_compiled_network_is_saved_and_read_under_its_own_names(build: Build) 
     compiled = build(torch.compile(plain, backend="eager"))
     state = compiled.state_dict()
     assert list(state) == list(plain.state_dict())
-    other = build(torch.compile(Linear(nn.BatchNorm1d(6)), backend="eager"))
+    normalised, loaded = nn.BatchNorm1d(6), list[object]()
+    normalised.register_load_state_dict_pre_hook(lambda *arguments: loaded.append(arguments[3]))
+    other = build(torch.compile(Linear(normalised), backend="eager"))
     other.load_state_dict(state)
+    assert loaded == [{"version": 2}]
     assert all(torch.equal(one, state[name]) for name, one in other.state_dict().items())
     assert fewest_samples(other) == 2
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ddp_manual import TrainConfig, train
-from ddp_manual.errors import BadOption
+from ddp_manual.errors import BadOption, CheckpointMismatch
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.terminal import result_text
+from ddp_manual.tools.evaluate import evaluate
 from ddp_manual.training import checkpoint_files, meter
 from ddp_manual.training.checkpoint_state import History
 from ddp_manual.training.evaluation import Evaluation
@@ -64,6 +65,34 @@ def test_a_run_that_began_from_another_runs_checkpoint_resumes_even_if_it_died_b
     run(undisturbed, epochs=1)
     run(undisturbed, resume="auto")
     assert RunPaths(two).model.read_bytes() == RunPaths(undisturbed).model.read_bytes()
+
+
+class Versioned(nn.Sequential):
+    """Like torchvision's MNASNet, it loads only a state that has its version."""
+
+    _version = 2
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, classes))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *others: Any) -> None:
+        if metadata.get("version") != self._version:
+            raise ValueError("the version is missing")
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+def test_what_a_run_saves_has_the_versions_of_the_modules_as_a_state_dict_has_them(tmp_path: Path) -> None:
+    own = {"model": f"{__name__}:Versioned", "dataset": f"{__name__}:images"}
+    run(tmp_path, epochs=1, **own)
+    run(tmp_path, resume="auto", **own)
+    saved = torch.load(RunPaths(tmp_path).model, weights_only=True)
+    Versioned(4).load_state_dict(saved)
+    for path in (RunPaths(tmp_path).model, checkpoint_files.find(RunPaths(tmp_path).checkpoints)[0].path):
+        evaluate(path, tmp_path / "out", own)
+    torch.save(dict(saved), RunPaths(tmp_path).model)
+    with pytest.raises(CheckpointMismatch) as caught:
+        evaluate(tmp_path, tmp_path / "out", own)
+    assert caught.value.why == "the version is missing"
 
 
 def test_the_predictions_of_a_complete_run_are_made_anew_only_where_one_is_missing(tmp_path: Path) -> None:
