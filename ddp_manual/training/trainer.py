@@ -27,6 +27,7 @@ from ddp_manual.training.evaluation import Evaluation, Predictions, evaluate
 from ddp_manual.training.held_state import Holder
 from ddp_manual.training.meter import Meter, Metrics, Window, diverged
 from ddp_manual.training.options import TrainConfig
+from ddp_manual.training.own_factory import is_own_factory
 from ddp_manual.training.position import EpochPlan, Position, steps_until_sync
 from ddp_manual.training.transforms import Augmentation
 from ddp_manual.training.write_run_files import RunFiles
@@ -76,8 +77,10 @@ class Trainer:
         batch_size = config.batch_size_per_rank(self.world_size, has_shrunk=has_shrunk)
         self.epoch_plan = EpochPlan(config, len(data_sets.train), self.world_size, batch_size)
         self.options = checkpoint_state.options_of(config, data_sets.train, data_sets.test)
-        # Batch statistics of no samples are an error, unless sync_bn computes them over all ranks.
-        self._fewest_samples = 0 if config.sync_bn and self.world_size > 1 else fewest_samples
+        # Batch statistics of no samples are an error, unless sync_bn computes them over all ranks. A network of the
+        # user's own may fail for other reasons, such as a view(len(images), -1).
+        takes_none = config.sync_bn and self.world_size > 1 and not is_own_factory(config.model)
+        self._fewest_samples = 0 if takes_none else fewest_samples
         self._world, self._progress = world, world.progress
         self.is_stopped = False
         """Whether a signal stops all ranks after the step that was done last."""

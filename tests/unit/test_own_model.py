@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -130,6 +131,17 @@ def test_a_last_batch_of_one_sample_is_filled_with_another_that_does_not_count()
         torch.testing.assert_close(one, other)
     trained(Linear(nn.BatchNorm1d(6)), samples=9, fewest=2)
     trainer_of(Linear(nn.BatchNorm1d(6)), 9, fewest=2).settle_buckets()
+
+
+@pytest.mark.parametrize(("name", "fewest"), [("mlp", 0), (f"{__name__}:Linear", 1)])
+def test_with_sync_bn_only_our_own_networks_have_to_take_no_samples(name: str, fewest: int) -> None:
+    images, config = torch.zeros(9, *SHAPE, dtype=torch.uint8), TrainConfig(model=name, batch_size=4, sync_bn=True)
+    split = Split(images, torch.zeros(9, dtype=torch.int64), data.DIGITS[:CLASSES])
+    with alone() as world:
+        second = replace(world, rank=1, world_size=2)
+        trainer = Trainer(second, replace(config, no_ddp=True), Linear(), data.Data(split, split, unit_scale(3)))
+    taken, labels, counted = trainer._share_of_step(*trainer._draw_epoch(0), 8, 9)
+    assert (len(taken), len(labels), counted) == (fewest, fewest, 0)
 
 
 def test_parameters_that_only_some_steps_use_are_named(process_group: None) -> None:
