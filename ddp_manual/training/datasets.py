@@ -175,7 +175,8 @@ class ImageFolder(Source):
     @cached_property
     def _files_digest(self) -> str:
         """The digest of the files of both parts: one coloured image in a part makes the other part coloured too."""
-        return digest_of_files(self.folder, (path for part in PARTS for path in _files_below(self.folder / part)))
+        parts = [self.folder / part for part in PARTS if os.path.isdir(self.folder / part)]
+        return digest_of_files(self.folder, (path for part in parts for path in _files_below(part)))
 
     def read(self, part: str) -> Split:
         samples = self._samples(part)
@@ -221,14 +222,9 @@ class ImageFolder(Source):
     def _samples(self, part: str) -> list[tuple[Path, int]]:
         """Return the path and the label of each image, in the order of classes and paths."""
         folder, own = self.folder / part, self._class_folders(part)
-
-        def is_image(path: Path) -> bool:
-            # Jupyter keeps copies of files in hidden folders, .ipynb_checkpoints.
-            hidden = any(name[0] == "." for name in path.relative_to(folder).parts)
-            return not hidden and path.suffix.lower() in IMAGE_ENDINGS
-
         labels = {name: label for label, name in enumerate(self._class_names()) if name in own}
-        return [(path, labels[name]) for name in labels for path in filter(is_image, _files_below(folder / name))]
+        files = [(path, label) for name, label in labels.items() for path in _files_below(folder / name)]
+        return [(path, label) for path, label in files if path.suffix.lower() in IMAGE_ENDINGS]
 
     @cached_property
     def _channels(self) -> int:
@@ -265,10 +261,26 @@ class ImageFolder(Source):
         return images
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder and those of the folders in it, in an order that every host has."""
-    for below, _, names in sorted(os.walk(folder, followlinks=True)):
-        yield from (Path(below, name) for name in sorted(names))
+def _files_below(folder: Path) -> list[Path]:
+    """Return the files of a folder and those of the folders in it, in an order that every host has; none that is
+    hidden, or behind a link to a folder that the link is in.
+
+    Raises:
+        DataMissing: a folder cannot be read.
+    """
+    files, folders = [], [folder]
+    for below in folders:
+        around = [one.resolve() for one in (below, *below.parents)]
+        with _naming(below, "a folder of images", "fix that"), os.scandir(below) as entries:
+            for entry in entries:
+                path = below / entry.name
+                if entry.name[0] == ".":  # Jupyter keeps copies of files in hidden folders, .ipynb_checkpoints
+                    continue
+                if not entry.is_dir():
+                    files.append(path)
+                elif not any(one.is_relative_to(path.resolve()) for one in around):
+                    folders.append(path)
+    return sorted(files, key=lambda path: (str(path.parent), path.name))
 
 
 def _make_data_dir(data_dir: Path) -> None:

@@ -87,6 +87,23 @@ def test_what_is_wrong_with_a_folder_is_named(animals: Path, break_it: Callable[
         [load(animals, part) for part in PARTS]
 
 
+def test_a_folder_that_cannot_be_read_is_named_and_a_link_to_one_that_it_is_in_is_not_followed(
+    animals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw(animals / "elsewhere" / "more" / "9.png")
+    (animals / "train" / "dog" / "linked").symlink_to(animals / "elsewhere")
+    (animals / "elsewhere" / "more" / "again").symlink_to(animals / "train" / "dog")
+    (animals / "train" / "cat" / "all").symlink_to(animals)
+    assert load(animals).labels.tolist() == [0, 0, 0, 1, 1, 1]
+    monkeypatch.chdir(animals / "train" / "cat")
+    for _ in range(17):  # until the path is too long, which is an error also to root
+        os.mkdir("d" * 250)
+        os.chdir("d" * 250)
+    with pytest.raises(DataMissing, match=r"/d{250} cannot be read") as caught:
+        load(animals)
+    assert "File name too long" in caught.value.why
+
+
 def test_images_to_test_on_of_another_size_are_refused(animals: Path) -> None:
     draw(animals / "test" / "dog" / "0.png", size=(12, 20))
     with pytest.raises(BadOption, match="the images to train on and to test on differ in shape"):
