@@ -34,7 +34,8 @@ NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})\.(pt|json)")
 # A folder beside the checkpoints, for those that could not be read when the run went on from an earlier one.
 SET_ASIDE = "set-aside"
 # Every later format keeps ``format`` and ``sha256_of_this``, so that an older program can tell that it is another one.
-FORMAT = 1
+# In format 1 there is also the state of Python's generator, which is passed over.
+FORMAT = 2
 
 Fault = CheckpointCorrupt | BadOption
 """Why a checkpoint cannot be read: it is damaged, or it may be whole and this process cannot read it now."""
@@ -112,8 +113,8 @@ def _description(path: Path) -> dict[str, Any]:
         raise corrupt(path, f"{file.name} is not JSON") from None
     if not isinstance(described, dict) or described.pop("sha256_of_this", None) != _digest_of(described):
         raise corrupt(path, f"{file.name} has been changed")
-    if described.get("format") != FORMAT:
-        raise _unreadable(path, f"it is of format {described.get('format')}, this program reads format {FORMAT}")
+    if described.get("format") not in range(1, FORMAT + 1):
+        raise _unreadable(path, f"it is of format {described.get('format')}, this program reads 1 to {FORMAT}")
     if path.name != _name_of(described["step"], described["sha256"]):
         raise corrupt(path, "its name and its description are of different checkpoints")
     return described

@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import io
 import logging
-import random
-from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -66,7 +64,6 @@ class Saved:
         options: see ``options_of``.
         model: the network's state dict, without DDP's prefix; Any, since msgspec would make a plain dict of it.
         optimizer: its state by parameter number. Learning rate, momentum and the like come from the options.
-        random: the state of rank 0's Python generator. torch's generators are seeded anew at each step.
     """
 
     position: Position
@@ -75,12 +72,10 @@ class Saved:
     world_size: int
     model: Any
     optimizer: dict[int, Any]
-    random: dict[str, Any]
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
     """Return the fields of ``Saved`` for the run as it is now. The tensors are those in training, not copies."""
-    version, words, gauss = random.getstate()
     return {
         "position": asdict(trainer.position),
         "history": asdict(trainer.history),
@@ -88,8 +83,6 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "model": trainer.network.state_dict(),
         "optimizer": trainer.optimizer.state_dict()["state"],
-        # One tensor for 625 numbers, which would take longer to hold.
-        "random": {"python": (version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss)},
     }
 
 
@@ -142,13 +135,10 @@ def restore(path: Path, saved: Saved, network: nn.Module, optimizer: torch.optim
 
 
 def restore_state(saved: Saved, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the state of the network, of the optimizer and of Python's generator."""
+    """Restore the state of the network and of the optimizer. What is drawn at random is seeded at each step."""
     network.load_state_dict(saved.model)
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": saved.optimizer, "param_groups": groups})
-    version, words, gauss = saved.random["python"]
-    # Earlier versions of this package have saved a tuple of numbers.
-    random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
 
 
 def _check_shapes(state: Mapping[int, Any], optimizer: torch.optim.Optimizer) -> None:

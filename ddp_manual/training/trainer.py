@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -278,6 +280,8 @@ class Trainer:
         So each rank draws other numbers, and a run that resumes from a checkpoint draws the same ones again.
         """
         seed = (self.config.seed * 1_000_003 + seen * 4099 + self.rank) % 2**63
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)  # numpy takes no larger seed
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)

@@ -77,7 +77,6 @@ def test_what_is_restored_is_what_was_saved_and_a_state_of_another_optimizer_doe
     saved, (network, optimizer) = checkpoint_state.unpack(path, content), trained(seed=1)
     assert (saved.position, saved.history) == (Position(epoch=2, taken=7, step=33), HISTORY)
     assert (saved.options, saved.world_size) == ({"seed": 5}, 2)
-    random.seed(1)
     checkpoint_state.restore(path, saved, network, optimizer)
     assert taken(network, optimizer, seed=5) == content
     momentum = {0: {"momentum_buffer": torch.zeros(3)}}
@@ -136,9 +135,10 @@ def test_a_checkpoint_that_has_lost_its_description_is_named_and_set_aside(
 def test_an_unreadable_checkpoint_does_not_count_as_damaged_and_is_set_aside_instead_of_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    checkpoint_files.write(tmp_path, 10, b"10", {})
     with monkeypatch.context() as later:
-        later.setattr(checkpoint_files, "FORMAT", 2 if trouble == "format" else 1)
+        later.setattr(checkpoint_files, "FORMAT", 1)
+        checkpoint_files.write(tmp_path, 10, b"10", {})
+        later.setattr(checkpoint_files, "FORMAT", 3 if trouble == "format" else 2)
         newer = checkpoint_files.write(tmp_path, 20, b"20", {})
     if trouble == ".pt":
         newer.unlink()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,11 +73,11 @@ def test_a_users_network_may_call_view_after_a_convolution_or_be_lazy(build: Bui
 def test_a_network_that_cannot_be_trained_on_one_sample_is_found_before_training(build: Build) -> None:
     network = build(Linear(nn.BatchNorm1d(6), nn.Dropout()))
     state = {name: value.clone() for name, value in network.state_dict().items()}
-    random = torch.get_rng_state()
+    drawn = torch.get_rng_state()
     assert fewest_samples(network) == 2
     assert fewest_samples(build(Linear())) == fewest_samples(build(Convolved(3))) == 1
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert network.training and all(parameter.grad is None for parameter in network.parameters())
 
 
@@ -142,6 +144,19 @@ def test_with_sync_bn_only_our_own_networks_have_to_take_no_samples(name: str, f
         trainer = Trainer(second, replace(config, no_ddp=True), Linear(), data.Data(split, split, unit_scale(3)))
     taken, labels, counted = trainer._share_of_step(*trainer._draw_epoch(0), 8, 9)
     assert (len(taken), len(labels), counted) == (fewest, fewest, 0)
+
+
+def test_what_a_network_draws_in_a_step_follows_from_the_seed_of_the_run_and_the_step() -> None:
+    drawn: list[tuple[float, ...]] = []
+    for drawn_before in range(2):
+        random.seed(drawn_before)
+        numpy.random.seed(drawn_before)
+        network = Linear()
+        network.register_forward_hook(
+            lambda *_: drawn.append((random.random(), numpy.random.random(), torch.rand(()).item()))
+        )
+        trained(network, samples=8, fewest=1)
+    assert drawn[:2] == drawn[2:] and not {*drawn[0]} & {*drawn[1]}
 
 
 def test_parameters_that_only_some_steps_use_are_named(process_group: None) -> None:
