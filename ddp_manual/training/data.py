@@ -23,13 +23,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
 from ddp_manual import run_folder
 from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption
+from ddp_manual.memory_cgroup import memory_left
 from ddp_manual.training.options import TrainConfig, is_folder
 from ddp_manual.training.transforms import Normalise
 from ddp_manual.wording import counted
@@ -182,7 +182,7 @@ class Source(ABC):
                 self._in_memory[part] = split
         # What each rank reads for itself, because its cache could not be written.
         size = sum(split.nbytes for part, split in self._in_memory.items() if self.cache(part) is not None)
-        available = psutil.virtual_memory().available
+        available = memory_left()
         if (ranks - 1) * size > available:
             raise BadOption(
                 f"the images of {self.name} do not fit into memory once for each of the {ranks} ranks on "

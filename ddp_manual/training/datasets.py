@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy
-import psutil
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from ddp_manual.environment import machine
 from ddp_manual.errors import BadOption, DataCorrupt, DataMissing, DdpManualError, writing
+from ddp_manual.memory_cgroup import memory_left
 from ddp_manual.training import synthetic
 from ddp_manual.training.data import DIGITS, PARTS, DataCache, Source, Split, digest_of_files
 from ddp_manual.training.options import FOLDER_PREFIX, TrainConfig, is_folder
@@ -236,7 +236,7 @@ class ImageFolder(Source):
         """Read the files as uint8 [N, C, H, W]."""
         width, height = (self._size, self._size) if self._size else _opened(files[0], lambda image: image.size)
         shape = (len(files), self._channels, height, width)
-        size, available = torch.Size(shape).numel(), psutil.virtual_memory().available
+        size, available = torch.Size(shape).numel(), memory_left()
         if size > available:
             raise BadOption(
                 f"the {len(files)} images of {self.folder} do not fit into memory",

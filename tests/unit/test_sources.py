@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from ddp_manual.training.data import PARTS, Split, check_shapes
 from ddp_manual.training.main import check_own_code
 from ddp_manual.training.options import TrainConfig
 from tests.conftest import CIFAR_CLASSES, source
+from tests.memory import memory_group
 
 Write = Callable[[str], str]
 
@@ -136,6 +138,15 @@ def test_more_images_than_memory_holds_are_refused_before_they_are_read(
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     with pytest.raises(BadOption, match="do not fit into memory"):
         load(animals)
+
+
+def test_images_that_the_memory_of_a_container_does_not_hold_are_refused(animals: Path, tmp_path: Path) -> None:
+    for number in range(40):
+        draw(animals / "train" / "cat" / f"{number}.png")
+    command = f"{sys.executable} -m ddp_manual show-data --image_size 4096 --dataset folder:{animals}".split()
+    with memory_group(2 << 30, tmp_path / "cgroup") as group:
+        done = subprocess.run(list(map(str, group.command(command))), capture_output=True, text=True)
+    assert "they take 2016 MB, " in done.stderr
 
 
 def test_cifar_10_is_read_from_torchvisions_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
