@@ -31,7 +31,7 @@ from ddp_manual.ranks_and_runs import (
 from ddp_manual.wire import Read, reader_of
 
 # What agents and coordinators of this version say to each other; another number is another version.
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 def _tag(name: str) -> str:

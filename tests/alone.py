@@ -36,6 +36,7 @@ def alone() -> Iterator[World]:
             world_size=1,
             local_rank=0,
             local_world_size=1,
+            cores_shared_by=1,
             node=0,
             nodes=1,
             device=torch.device("cpu"),

@@ -261,26 +261,30 @@ class ImageFolder(Source):
         return images
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """Return the files of a folder and those of the folders in it, in an order that every host has; none that is
-    hidden, or behind a link to a folder that the link is in.
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder and those of the folders in it, in an order that every host has; none that is hidden,
+    or behind a link to a folder that the link is in.
 
     Raises:
         DataMissing: a folder cannot be read.
     """
-    files, folders = [], [folder]
-    for below in folders:
-        around = [one.resolve() for one in (below, *below.parents)]
-        with _naming(below, "a folder of images", "fix that"), os.scandir(below) as entries:
-            for entry in entries:
-                path = below / entry.name
-                if entry.name[0] == ".":  # Jupyter keeps copies of files in hidden folders, .ipynb_checkpoints
-                    continue
-                if not entry.is_dir():
-                    files.append(path)
-                elif not any(one.is_relative_to(path.resolve()) for one in around):
-                    folders.append(path)
-    return sorted(files, key=lambda path: (str(path.parent), path.name))
+
+    def fail(error: OSError) -> None:
+        with _naming(Path(error.filename), "a folder of images", ""):
+            raise error
+
+    found = []
+    for below, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        # Jupyter keeps copies of files in hidden folders, .ipynb_checkpoints.
+        folders[:] = [name for name in folders if name[0] != "." and not _leads_around(Path(below, name))]
+        found.append((below, sorted(name for name in names if name[0] != ".")))
+    for below, names in sorted(found):
+        yield from (Path(below, name) for name in names)
+
+
+def _leads_around(folder: Path) -> bool:
+    """Return whether a folder is a link to one that it is in, or to one around that."""
+    return os.path.islink(folder) and any(one.resolve().is_relative_to(folder.resolve()) for one in folder.parents)
 
 
 def _make_data_dir(data_dir: Path) -> None:

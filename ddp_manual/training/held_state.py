@@ -28,6 +28,8 @@ ALIGNMENT = 64
 # The fraction of the time that holding may take, if the user has not chosen ``every``.
 SHARE = 0.01
 PLAIN = (bool, int, float, str)
+# The attribute of a state_dict() that has the versions of the modules, as JSON values.
+VERSIONS = "_metadata"
 
 
 def describe(value: Any, tensors: list[Tensor], *path: Any) -> Any:
@@ -48,8 +50,8 @@ def describe(value: Any, tensors: list[Tensor], *path: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         pairs = [[describe(key, tensors, *path), describe(one, tensors, *path, key)] for key, one in value.items()]
-        if type(value) is OrderedDict and (versions := vars(value)):  # those of the modules, in a state_dict()
-            return {"state_dict": [pairs, describe(versions, tensors, *path)]}
+        if type(value) is OrderedDict and (versions := vars(value).get(VERSIONS)):
+            return {"state_dict": [pairs, versions]}
         return {"dict": pairs}
     if isinstance(value, (list, tuple)):
         items = [describe(one, tensors, *path, place) for place, one in enumerate(value)]
@@ -211,7 +213,7 @@ def _build(described: Any, tensors: Tensor) -> Any:
         if kind == "state_dict":
             pairs, versions = inner
             state = OrderedDict(build(pairs))
-            vars(state).update(build(versions))
+            vars(state)[VERSIONS] = versions
             return state
         return tuple(build(one) for one in inner)
 

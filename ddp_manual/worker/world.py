@@ -94,25 +94,29 @@ class World(Place):
         """Be one of the ranks until ``with`` or ``close`` ends ``block``, or the interpreter ends."""
         self._block = block
         atexit.register(self._leave_at_exit, os.getpid(), getattr(sys, "last_value", None))
-        exit = sys.exit
-        block.callback(setattr, sys, "exit", exit)
+        pid, exit = os.getpid(), sys.exit
 
-        class Exit(SystemExit):
-            """What ends the script, unless it is caught. Its exit code is that of the script only if the interpreter
-            reads it: no frame of Python is above that."""
+        def note(raised: SystemExit, name: str) -> Any:
+            """Read an attribute. There is no frame of Python above the interpreter, which reads the code as it ends."""
+            frame = inspect.currentframe()
+            if name == "code" and frame is not None and frame.f_back is None and raised.args[0]:
+                self._exit = SystemExit(*raised.args)
+            return SystemExit.__getattribute__(raised, name)
 
-            def __getattribute__(exits, name: str) -> Any:  # self is the world
-                frame = inspect.currentframe()
-                if name == "code" and frame is not None and frame.f_back is None and exits.args[0]:
-                    self._exit = SystemExit(*exits.args)
-                return super().__getattribute__(name)
+        noted = type("SystemExit", (SystemExit,), {"__module__": "builtins", "__getattribute__": note})
 
         def exit_and_note(code: Any = None) -> NoReturn:
-            if threading.current_thread() is not threading.main_thread():
+            ends_script = os.getpid() == pid and threading.current_thread() is threading.main_thread()
+            if not ends_script or isinstance(code, SystemExit):
                 exit(code)
-            raise Exit(code)
+            raise noted(code)
+
+        def give_back() -> None:
+            if sys.exit is exit_and_note:
+                sys.exit = exit
 
         sys.exit = exit_and_note  # at exit, nothing else tells the exit code
+        block.callback(give_back)
 
     def __enter__(self) -> World:
         return self

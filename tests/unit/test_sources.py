@@ -96,6 +96,7 @@ def test_a_folder_that_cannot_be_read_is_named_and_a_link_to_one_that_it_is_in_i
     (animals / "train" / "dog" / "linked").symlink_to(animals / "elsewhere")
     (animals / "elsewhere" / "more" / "again").symlink_to(animals / "train" / "dog")
     (animals / "train" / "cat" / "all").symlink_to(animals)
+    (animals / "train" / "cat" / "loop").symlink_to("loop")  # which is neither a folder nor an image
     assert load(animals).labels.tolist() == [0, 0, 0, 1, 1, 1]
     monkeypatch.chdir(animals / "train" / "cat")
     for _ in range(17):  # until the path is too long, which is an error also to root

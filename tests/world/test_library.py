@@ -83,7 +83,7 @@ def test_what_ends_a_script_without_a_block_is_told_to_the_other_ranks(start_joi
 
 
 EXITS = """
-import sys, threading, time, ddp_manual
+import multiprocessing, sys, threading, time, ddp_manual
 world = ddp_manual.join(device="cpu")
 if world.rank == 1:
     threading.Thread(target=sys.exit, args=(4,)).start()
@@ -91,9 +91,16 @@ if world.rank == 1:
         sys.exit(2)
     except SystemExit as caught:
         assert caught.code == 2
+    child = multiprocessing.get_context("fork").Process(target=sys.exit, args=(5,))
+    child.start()
+    child.join()
+    assert child.exitcode == 5
 print(sum(world.gather(world.rank)))
 if "really" in sys.argv:
-    time.sleep(60) if world.rank == 0 else sys.exit(3)
+    try:
+        time.sleep(60) if world.rank == 0 else sys.exit(3)
+    except SystemExit as caught:
+        sys.exit(caught)
 """
 
 
