@@ -180,13 +180,13 @@ NOT_READY = {
     "silent": ("it does not answer: ", "whether a firewall drops its ssh port"),
     "nameless": ("its name has no address: ", "give its HostName in /"),
     "closed": ("it answers, but no sshd listens there: ", "start sshd there"),
-    "unknown": ("its host key is not known", "accept its key:\n          ssh -F /"),
+    "unknown": ("its host key is not known", "accept its key: ssh -F /"),
     "changed": ("it has another host key than before", "ssh-keygen -f "),
     "nokey": ("it does not accept your key: ", "ssh-copy-id -F /"),
     "nofolder": ("it has no folder /", "rsync -a -e 'ssh -F /"),
     "nopython": ("it has no Python at /", "give --remote_python"),
     "older": ("its ddp_manual is version 0.0.9, here it is ", "install version "),
-    "differs": ("its script.py is not the same as here", "copy it:\n          rsync -a -e 'ssh -F /"),
+    "differs": ("its script.py is not the same as here", "copy it: rsync -a -e 'ssh -F /"),
 }
 
 
@@ -221,9 +221,10 @@ def test_each_host_that_is_not_ready_is_named_with_the_remedy_before_anything_st
     wait_until_gone(reached)
     count = f"{len(NOT_READY)} of {len(NOT_READY) + 1} hosts"
     assert f"error[host-not-ready]: {count} cannot run their ranks: {', '.join(NOT_READY)}\n" in run.err
+    lines = run.err.replace("\n          ", " ").splitlines()  # commands stand on lines of their own
     for name, (cause, remedy) in NOT_READY.items():
         assert f"{name}: {cause}" in run.err
-        assert any(f"{name}: " in line and remedy in line for line in run.err.splitlines()), name
+        assert any(f"{name}: " in line and remedy in line for line in lines), name
     assert "has started" not in run.out
 
 

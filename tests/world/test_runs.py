@@ -45,10 +45,10 @@ def runs_in(folder: Path, start: Start, *options: object) -> list[dict[str, Any]
 def test_ranks_that_never_train_leave_no_folder_unless_it_was_named(start: Start, port: int, here: Path) -> None:
     """Neither one that nobody joins, nor one that is stopped, nor one whose options differ; a named one says why."""
     train = [*COMMAND, "train", *SHORT, "--world_size", 2, "--master_port", port]
+    refused = start(*train, "--rank", 1, "--lr", 0.1, cwd=here)
+    refused.wait_for("nothing listens")
     lonely = start(*train, "--rank", 0, "--join_timeout", 3, cwd=here)
-    lonely.wait_for("waiting for rank 1")
-    assert start(*train, "--rank", 1, "--lr", 0.1, cwd=here).wait(20) == 12
-    assert lonely.wait(20) == 10
+    assert [lonely.wait(20), refused.wait(20)] == [10, 12]
     stopped = start(*train, "--rank", 0, cwd=here)
     stopped.wait_for("waiting for rank 1")
     stopped.process.send_signal(signal.SIGINT)
