@@ -104,10 +104,14 @@ class Options:
                 why = f"{self.named(name)} is of the type {type(value).__name__}: {limits['help']}"
                 raise BadOption(f"--{name} {value!r} is not {KINDS[kind]}", why=why, next=f"give {KINDS[kind]}")
             if kind is str and not value.strip():
-                raise BadOption(f"--{name} is empty", why=why, next=f"leave --{name} out, or say which it is")
+                raise left_empty(name, why)
             if complaint := _complaint(value, limits):
                 wanted = _meant(field, value) + f"choose a --{name} that {_wanted(limits)}"
                 raise BadOption(f"--{name} {value} {complaint}", why=why, next=wanted)
+
+
+def left_empty(name: str, why: str) -> BadOption:
+    return BadOption(f"--{name} is empty", why=why, next=f"leave --{name} out, or say which it is")
 
 
 def _is_of(kind: type, value: Any) -> bool:

@@ -11,7 +11,7 @@ import click
 
 from ddp_manual import errors
 from ddp_manual.environment.command_line import option_in
-from ddp_manual.option_fields import help_text, option_fields, spelling, value_types
+from ddp_manual.option_fields import help_text, left_empty, option_fields, spelling, value_types
 from ddp_manual.program import EXECUTABLE, MODULE, SCRIPT, Program
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.training.options import TrainConfig
@@ -140,8 +140,7 @@ def given(kind: type, flags: dict[str, Any]) -> dict[str, Any]:
 def not_empty(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
     """Refuse a folder whose name is empty, as of a shell's variable that is not set: it would be the current one."""
     if value is not None and not value.strip():
-        why, next = getattr(option, "help", ""), f"leave --{option.name} out, or say which it is"
-        raise errors.BadOption(f"--{option.name} is empty", why=why, next=next)
+        raise left_empty(str(option.name), getattr(option, "help", ""))
     return value
 
 

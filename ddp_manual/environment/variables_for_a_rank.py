@@ -107,7 +107,7 @@ def _variables_of(placed: Placed, interfaces: Mapping[str, str]) -> dict[str, st
 def clean_variables(cores_shared_by: int) -> AbstractContextManager[None]:
     """Start processes in the body without another launcher's variables and with a quiet torch."""
     # A rank sets its share of the cores once it knows its neighbours, but torch sizes its thread pools before that.
-    threads = user_variables.omp_num_threads(cores_shared_by)
+    threads = str(user_variables.cpu_threads(cores_shared_by))
     usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads}
     return changed(dict.fromkeys(LAUNCHER_VARIABLES), **usual)
 

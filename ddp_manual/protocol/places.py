@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from ddp_manual.ranks_and_runs import Place, RankInfo, Ready
 
-Ranges = Sequence[tuple[int, int]]
-
 
 def assign_places(infos: Sequence[RankInfo], ready: Mapping[int, Ready] | None = None) -> dict[int, Place]:
     """Return rank -> its place. Its local_rank is the one that it was given, otherwise its position among its host's
@@ -60,5 +58,5 @@ def assign_places(infos: Sequence[RankInfo], ready: Mapping[int, Ready] | None =
     }
 
 
-def _overlap(ranges: Ranges, others: Ranges) -> bool:
+def _overlap(ranges: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
     return any(first <= end and start <= last for first, last in ranges for start, end in others)

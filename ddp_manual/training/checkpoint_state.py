@@ -102,8 +102,7 @@ def on_cpu(state: Any) -> Any:
         return state.cpu()
     if isinstance(state, dict):
         moved = copy.copy(state)
-        for name, value in state.items():
-            moved[name] = on_cpu(value)
+        moved.update({name: on_cpu(value) for name, value in state.items()})
         return moved
     return state
 
