@@ -131,7 +131,7 @@ class Moments:
     def _the_wait_ends(self, zero: Rank, passed: float) -> None:
         """11: a rank that comes and goes does not make the others wait longer for one that is missing."""
         run, plan = self.run, self.run.plan
-        heard = {rank.number for rank in run.ranks if rank.belongs and rank not in self.unheard_since} | self.shrunk
+        heard = {rank.number for rank in run.ranks if rank.has_seat and rank not in self.unheard_since} | self.shrunk
         if run.finished or zero.errors or plan.on_loss == "shrink" or any(rank.signals for rank in run.ranks):
             return
         if any(rank.program is not None and rank.program.stopped for rank in run.ranks):

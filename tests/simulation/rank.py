@@ -83,6 +83,12 @@ class Rank:
         return self.ended is None and not self.killed
 
     @property
+    def has_seat(self) -> bool:
+        """Whether it is one of the run's ranks, by its plan or by rank 0's word: a second process may come first."""
+        admitted = self.agent is not None and isinstance(self.agent.rank.state, (states.Waiting, states.Placed))
+        return self.belongs or admitted
+
+    @property
     def leaves(self) -> bool:
         """Whether its agent has its result or its error."""
         return self.agent is not None and isinstance(self.agent.rank.state, states.Ended)
