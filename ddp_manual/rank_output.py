@@ -14,7 +14,7 @@ from typing import BinaryIO, TextIO
 
 from ddp_manual import unread
 from ddp_manual.environment import user_variables
-from ddp_manual.errors import DdpManualError
+from ddp_manual.errors import DdpManualError, escaped
 from ddp_manual.terminal import in_colour, tag, width_of
 from ddp_manual.text_wrapping import LEAST, wrapped
 from ddp_manual.wire import LONGEST_LINE
@@ -33,6 +33,7 @@ class RankOutput:
     """Writes the output of one rank to the terminal, with the rank in front, and unchanged to its log.
 
     Args:
+        log: opened without a buffer, so that closing it writes nothing, which could fail.
         writer: the thread that writes. It waits for a slow reader of the terminal, as the event loop, which sends
             heartbeats, must not; it does not wait for a reader who has stopped, since the log goes on.
     """
@@ -42,8 +43,9 @@ class RankOutput:
         self._writer = writer
         self._tag = tag(rank)
         self._colour = COLOURS[rank % len(COLOURS)]
+        self._is_incomplete = False
         if log.tell():
-            log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
+            self._write_log(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
 
     def write(self, text: bytes, sink: TextIO | None = None) -> Future[None]:
         """Write to terminal and log, in turn with all other output; the rank continues even if one of them fails."""
@@ -70,16 +72,25 @@ class RankOutput:
             shown: what the terminal shows instead.
         """
         sink = sys.stderr if sink is None else sink
-        with suppress(OSError, ValueError):
-            self._log.write(text)
-            self._log.flush()
+        lacks = self._write_log(text)
         if shown is None:
             room = self._room(sink)
             shown = "".join(self._at_width(line, room) for line in _lines(text))
+        shown += lacks
         colour = sink.isatty() and user_variables.colour_allowed()
         tag = f"\x1b[{self._colour}m{self._tag}\x1b[0m" if colour else self._tag
         lines = _lines(shown.encode(errors="replace"))
         unread.write("".join(f"{tag} {in_colour(line, sink)}" for line in lines), sink)
+
+    def _write_log(self, text: bytes) -> str:
+        """Write to the log, which goes on after a failure; return a line that says so after the first one, else ""."""
+        try:
+            self._log.write(text)
+        except OSError as error:
+            if not self._is_incomplete:
+                self._is_incomplete = True
+                return f"{escaped(self._log.name)} is incomplete from here on: {error.strerror}\n"
+        return ""
 
     def _at_width(self, line: str, room: int | None) -> str:
         """Wrap a line of this package, which has the tag in front; those of programs are left alone."""

@@ -148,7 +148,7 @@ class Ranks:
             config, ranks = self._to_go_on() if restarts else self.job.config, []
             for rank in self.hosts.ranks:
                 log = self._paths.log(rank) if self._paths else Path(os.devnull)
-                output = RankOutput(stack.enter_context(log.open("ab")), rank, self._writer)
+                output = RankOutput(stack.enter_context(log.open("ab", buffering=0)), rank, self._writer)
                 ranks.append((self._agent(rank, config, restarts, output), output))
             self.agents = [agent for agent, _ in ranks]
             while self._signals_before:

@@ -73,7 +73,7 @@ def test_a_progress_bar_is_shown_once_a_second_while_it_grows(
 ) -> None:
     async def copied() -> None:
         reading, writing = os.pipe()
-        with (tmp_path / "log").open("ab") as log, ThreadPoolExecutor(1) as writer:
+        with (tmp_path / "log").open("ab", buffering=0) as log, ThreadPoolExecutor(1) as writer:
             copying = asyncio.ensure_future(copy(reading, RankOutput(log, 1, writer), sys.stdout))
             os.write(writing, b"begun\r\n\r 1%")
             for state in range(2, 40):  # as tqdm writes them

@@ -95,7 +95,11 @@ def test_no_line_is_lost_of_a_terminal_that_is_read_slowly(tmp_path: Path, monke
 
     slow = threading.Thread(target=read_slowly)
     slow.start()
-    with (tmp_path / "log").open("ab") as log, os.fdopen(writing, "w") as stream, ThreadPoolExecutor(1) as writer:
+    with (
+        (tmp_path / "log").open("ab", buffering=0) as log,
+        os.fdopen(writing, "w") as stream,
+        ThreadPoolExecutor(1) as writer,
+    ):
         monkeypatch.setattr(sys, "stderr", stream)
         with unread.never_block():
             for number in range(100):

@@ -122,6 +122,14 @@ def test_a_program_that_fails_once_meets_at_the_address_that_was_typed_and_leave
     assert runs.wait(20) == 0 and f"\n  {tmp_path.name}  no failure " in runs.out
 
 
+def test_a_rank_whose_log_cannot_be_written_ends_as_its_program_does(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "log-rank0.txt").symlink_to("/dev/full")
+    (tmp_path / "script.py").write_text("import sys\nprint('begun')\nsys.exit(3)\n")
+    launch = start(*LAUNCH, 1, "--run_dir", tmp_path, tmp_path / "script.py")
+    assert launch.wait() == 3 and launch.out.splitlines() == ["[rank 0] begun"]
+    assert launch.err.count(f"{tmp_path}/log-rank0.txt is incomplete from here on: No space left on device") == 1
+
+
 @pytest.mark.parametrize("found_by", ["saves.py", "ddp_manual launch"])
 def test_a_program_saves_and_is_stopped_once_with_its_child_alive_and_may_open_as_many_files_as_by_hand(
     found_by: str, start: Start, tmp_path: Path
