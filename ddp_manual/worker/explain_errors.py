@@ -37,6 +37,8 @@ _TORCH_CANNOT_WRITE = re.compile(r"inline_container\.cc.*(unexpected pos|file wr
 
 _NO_GPU = "ProcessGroupNCCL .*no GPUs found|nccl2 requires at least one CUDA device"
 # Messages of NCCL, and those of gloo that another rank may have caused; gloo's others are about mistakes in the call.
+# A download or a database of the program's may say the same words, but neither with these names nor from torch's code.
+_NAMES = re.compile(r"gloo|NCCL|c10d|ProcessGroup", re.IGNORECASE)
 _OF_TORCH = rf"(?i)Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting|NCCL Last Error|{_NO_GPU}"
 # NCCL's last message, behind torch's text: up to torch 2.14 on the line after "Last Error:", since then on that line.
 _LAST_WORDS = re.compile(r"\n(?:NCCL )?Last Error:[ \t]*\n?([^\n]*\S[^\n]*)", re.IGNORECASE)
@@ -162,7 +164,7 @@ def as_ours(rank: int, error: BaseException, *, whole: bool = False) -> DdpManua
     if isinstance(error, torch.OutOfMemoryError):
         return OutOfMemory(
             f"{where} ran out of GPU memory",
-            why=first_line(error),
+            why=own_traceback(error, whole=whole),
             next=_USE_LESS_GPU_MEMORY,
         )
     if (failed_collective := _failed_collective(error)) is not None:
@@ -226,8 +228,10 @@ def _failed_collective(error: BaseException | None) -> BaseException | None:
     """Return this exception, or one that it was raised from, if it is the error of a collective; otherwise None."""
     for one in _with_causes(error):
         # Since torch 2.15 NCCL's errors are plain RuntimeErrors, except those of its watchdog.
-        words = _OF_TORCH if isinstance(one, RuntimeError) else _NO_GPU
-        if isinstance(one, dist.DistError) or re.search(words, text_of(one)):
+        text, is_of_torch = text_of(one), isinstance(one, dist.DistError)
+        if isinstance(one, RuntimeError) and re.search(_OF_TORCH, text):
+            is_of_torch |= bool(_NAMES.search(text)) or was_raised_by_torch(one)
+        if is_of_torch or re.search(_NO_GPU, text):
             return one
     return None
 

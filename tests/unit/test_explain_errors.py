@@ -165,10 +165,25 @@ def test_what_nccl_said_last_is_kept_and_what_helps_nobody_is_left_out() -> None
     assert first_line(loading) == "RuntimeError: Error(s) in loading state_dict for Net: size mismatch for weight"
 
 
-@pytest.mark.parametrize("text", ["DataLoader timed out after 5 seconds", "Connection refused", "CUDA out of memory"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DataLoader timed out after 5 seconds",
+        "Connection refused",
+        "CUDA out of memory",
+        "Data processing error: Reqwest Error: Connection reset by peer (os error 104)",  # huggingface_hub's, with Xet
+    ],
+)
 def test_an_error_of_the_users_own_code_is_not_taken_for_one_of_a_collective(text: str) -> None:
     assert as_ours(1, RuntimeError(text)).identifier == "training-failed"
     assert not is_broken_collective(RuntimeError(text))
+
+
+def test_the_line_on_which_the_memory_of_a_gpu_was_not_enough_is_shown() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    found = as_ours(1, raised.value)
+    assert found.identifier == "out-of-memory" and "test_explain_errors.py" in found.why and "2.00 GiB" in found.why
 
 
 def test_an_error_that_was_raised_while_that_of_a_collective_was_handled_may_have_another_rank_for_its_reason() -> None:
