@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -48,8 +48,8 @@ class Progress:
     """The last loss; rank 0 also writes it to the run's ``metrics.jsonl``, once a second."""
     loss_said: Callable[[], None] | None = None
     """Called when the script has given a loss."""
-    saving: bool = False
-    """Whether it is writing files that it must finish before its process is ended."""
+    saving: list[object] = field(default_factory=list)
+    """One for each place of the program that is writing files, which it must finish before its process is ended."""
 
     def __call__(
         self,
@@ -71,6 +71,11 @@ class Progress:
     def number_of_loss(self) -> float | None:
         """The loss; None if it is no number of Python, or is beyond LARGEST."""
         return _number(self.loss, None)
+
+    @property
+    def rate(self) -> float:
+        """The samples per second; 0 if they are no number of Python, or are beyond LARGEST."""
+        return _number(self.samples_per_second, 0.0)
 
     @property
     def whole_step(self) -> int:
@@ -95,7 +100,7 @@ class Progress:
             epoch=self.whole_epoch,
             step=self.whole_step,
             steps=int(_number(self.steps, 0.0)),
-            samples_per_second=round(_number(self.samples_per_second, 0.0), 1),
+            samples_per_second=round(self.rate, 1),
             step_seconds=round(_number(self.step_seconds, 0.0), 6),
             loss=self.number_of_loss,
             timeouts={"": shortest, **longer} if shortest > 0 else {},

@@ -45,7 +45,7 @@ def in_words(ranges: Sequence[Sequence[int]]) -> str:
 def byte_size(count: float, unit: int = 1024) -> str:
     """Format bytes, such as ``64 MB``; ``unit`` is 1000 for bandwidths, which are counted so."""
     for name in ("B", "KB", "MB"):
-        if count < unit:
+        if count < 999.5:  # it would be shown as 1e+03
             return f"{count:.3g} {name}"
         count /= unit
-    return f"{count:.3g} GB"
+    return f"{count:.3g} GB" if count < 999.5 else f"{count:.0f} GB"

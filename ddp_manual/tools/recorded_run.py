@@ -119,7 +119,7 @@ def read_run(folder: Path) -> RecordedRun:
         "final_loss": last.loss if last else None,
         "test_loss": summary.final_test_loss,
         "test_accuracy": accuracies[-1] if accuracies else None,
-        "train_seconds": summary.train_seconds or (last.seconds if last else None),
+        "train_seconds": summary.train_seconds or (sum(_spans(points)) if points else None),
         "notes": [f"no {path.name}" for path in (paths.config, paths.metrics) if not path.exists()],
     }
     shared = (field.name for field in option_fields(TrainConfig) if field.metadata["shared"])
@@ -177,7 +177,12 @@ def read_end(paths: RunPaths) -> End:
 
 def _mean_rate(points: Sequence[Point], began: int) -> float | None:
     """Average the samples per second after step ``began``, where the run was resumed, maybe with other ranks."""
-    starts = [0.0, *(point.seconds for point in points)]
-    spans = [(point, point.seconds - start) for point, start in zip(points, starts, strict=False) if point.step > began]
+    spans = [(point, span) for point, span in zip(points, _spans(points), strict=True) if point.step > began]
     seconds = sum(span for _, span in spans)
     return sum(point.samples_per_second * span for point, span in spans) / seconds if seconds else None
+
+
+def _spans(points: Sequence[Point]) -> list[float]:
+    """Return the seconds from each point to the next; a script that is started again counts from 0 again."""
+    starts = [0.0, *(point.seconds for point in points)]
+    return [point.seconds - start * (point.seconds >= start) for point, start in zip(points, starts, strict=False)]

@@ -82,6 +82,14 @@ def join(*, run_dir: str | Path | None = None, open_group: bool = True, **option
 @contextmanager
 def _attached(rank: Rank, options: Mapping[str, Any], *, open_group: bool) -> Iterator[World]:
     """Run the body as the rank for which an agent has started this process."""
+    if rank.pid != os.getpid():
+        raise BadOption(
+            f"join was called in process {os.getpid()}, a child of rank {rank.spec.rank}",
+            why=f"ddp-manual has started process {rank.pid} as this rank, and no other one can be it too",
+            next="call join there, and give the child what it needs of it",
+        )
+    if open_group:
+        check_none_open()
     for name in ("world_size", "rank"):
         if options.get(name) not in (None, getattr(rank.spec, name)):
             raise BadOption(

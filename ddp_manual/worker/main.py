@@ -64,6 +64,7 @@ class Rank:
     def __init__(self, reporter: Reporter, start: from_agent.Start, held: HeldMemory | None = None) -> None:
         self.reporter = reporter
         self.held = held
+        self.pid = os.getpid()
         self.spec = WorldSpec(**start.spec, sources=start.sources)
         self.steps = Steps()
         self.has_left = False

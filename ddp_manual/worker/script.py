@@ -70,6 +70,7 @@ def main(channel: int, ignored: Iterable[int], held: int, *, is_copied: bool) ->
         variables_for_a_rank.become_rank(told.placed, told.interfaces, restarts=start.restarts, hosted=True)
         if told.placed.holds:
             holding.here = holding.Holding(memory, told.placed, reporter.send, reporter.progress)
+            os.register_at_fork(after_in_child=functools.partial(setattr, holding, "here", None))
         torch.set_num_threads(user_variables.cpu_threads(told.placed.place.cores_shared_by))
         reporter.progress.phase = RUNNING
         reporter.send_beat()

@@ -41,7 +41,7 @@ class LossRecord:
         beat = self._progress
         line = {"step": beat.whole_step, "epoch": beat.whole_epoch, "loss": beat.number_of_loss}
         try:
-            line |= {"samples_per_second": float(beat.samples_per_second), "seconds": self._written - self._began}
+            line |= {"samples_per_second": beat.rate, "seconds": self._written - self._began}
             self._path.parent.mkdir(parents=True, exist_ok=True)
             append_json_line(self._path, line)
         except (DdpManualError, OSError, ValueError, TypeError, OverflowError) as error:

@@ -27,6 +27,8 @@ _IN_TORCH = tuple(os.path.join(_TORCH, *parts, "") for parts in (("distributed",
 _OPEN = ("init_process_group", "new_group", "split_group")
 _SYNCS = ("item", "tolist", "cpu", "to", "synchronize", "_cuda_synchronize")
 _PROMPTS = {("cmd.py", "cmdloop"), ("debugger.py", "cmdloop"), ("code.py", "interact"), ("embed.py", "interact")}
+# Where Python waits for the end of a thread: ``Thread.join``, before 3.13 a function of it.
+_JOINS = {("threading.py", "join"), ("threading.py", "_wait_for_tstate_lock")}
 _DEBUGGERS = ("cmd.py", "pdb.py", "bdb.py", "debugger.py", "code.py", "embed.py")
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -55,17 +57,31 @@ class Whereabouts(NamedTuple):
 
 
 def whereabouts(thread: int) -> Whereabouts:
-    """Return where a thread is, by its ``threading.get_ident()``, also while a loop or a collective never ends."""
-    innermost = innermost_frames().get(thread)
-    if innermost is None:
+    """Return where a thread is, by its ``threading.get_ident()``, also while a loop or a collective never ends.
+
+    While it waits for the end of another thread, one that is in a collective counts in its place.
+    """
+    running = innermost_frames()
+    frames = _frames(running.pop(thread, None))
+    if any((_file(frame), frame.f_code.co_name) in _JOINS for frame in frames[:2]):
+        others = (_whereabouts(_frames(innermost)) for innermost in running.values())
+        return next((where for where in others if where.inside), _whereabouts(frames))
+    return _whereabouts(frames)
+
+
+def _frames(innermost: FrameType | None) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_stack(innermost)] if innermost is not None else []
+
+
+def _whereabouts(frames: Sequence[FrameType]) -> Whereabouts:
+    if not frames:
         return Whereabouts()
-    frames = [frame for frame, _ in traceback.walk_stack(innermost)]
     for depth, frame in enumerate(frames):
         if (_file(frame), frame.f_code.co_name) in _PROMPTS:
             below = itertools.dropwhile(lambda frame: _file(frame) in _DEBUGGERS, frames[depth:])
             return Whereabouts(place=_own_line([*below] or frames[-1:]), debugging=True)
-    in_torch = innermost.f_code.co_filename.startswith(_IN_TORCH)
-    called = _calls(innermost.f_code).get(innermost.f_lasti)
+    in_torch = frames[0].f_code.co_filename.startswith(_IN_TORCH)
+    called = _calls(frames[0].f_code).get(frames[0].f_lasti)
     of_collectives = [frame for frame in frames if frame.f_code.co_filename == CODE_OF_COLLECTIVES]
     opening = any(frame.f_code.co_name in _OPEN for frame in of_collectives)
     given = (frame.f_locals.get("timeout") for frame in (of_collectives if opening else ()))

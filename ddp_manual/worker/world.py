@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import inspect
 import itertools
 import json
@@ -14,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Store
 
 from ddp_manual import from_agent, from_worker, signal_handlers, terminal
@@ -32,13 +35,24 @@ from ddp_manual.run_folder import own_run_dir
 from ddp_manual.training.ddp import gather_messages
 from ddp_manual.wire import decode
 from ddp_manual.wording import as_ranges, in_words
-from ddp_manual.worker.explain_errors import is_broken_collective
-from ddp_manual.worker.reporter import Reporter
+from ddp_manual.worker.explain_errors import as_ours, is_broken_collective
+from ddp_manual.worker.reporter import Reporter, end_process
 
 # Seconds until an agent has ended its rank because another one has failed.
 SAID_WITHIN = 2.0
 # The backend of a run without a process group.
 NO_GROUP = "none"
+# The exit code of a script that another rank has failed while it was leaving at its end.
+_failed_at_exit: list[int] = []
+
+
+def _end_failed() -> None:
+    """Give a script that has failed at its end an exit code that says so: the interpreter's would be 0."""
+    if _failed_at_exit:
+        end_process(_failed_at_exit[0])
+
+
+atexit.register(_end_failed)  # early, and so called after what the program registers
 
 
 @dataclass(kw_only=True)
@@ -94,7 +108,7 @@ class World(Place):
         """Be one of the ranks until ``with`` or ``close`` ends ``block``, or the interpreter ends."""
         self._block = block
         atexit.register(self._leave_at_exit, os.getpid(), getattr(sys, "last_value", None))
-        pid, exit = os.getpid(), sys.exit
+        pid = os.getpid()
 
         def note(raised: SystemExit, name: str) -> Any:
             """Read an attribute. There is no frame of Python above the interpreter, which reads the code as it ends."""
@@ -105,18 +119,26 @@ class World(Place):
 
         noted = type("SystemExit", (SystemExit,), {"__module__": "builtins", "__getattribute__": note})
 
-        def exit_and_note(code: Any = None) -> NoReturn:
-            ends_script = os.getpid() == pid and threading.current_thread() is threading.main_thread()
-            if not ends_script or isinstance(code, SystemExit):
-                exit(code)
-            raise noted(code)
+        def note_exit(module: ModuleType, name: str) -> None:
+            """Note the exit code that the function with this name is given: at exit, nothing else tells it."""
+            exit = getattr(module, name)
 
-        def give_back() -> None:
-            if sys.exit is exit_and_note:
-                sys.exit = exit
+            def exit_and_note(code: Any = None) -> NoReturn:
+                ends_script = os.getpid() == pid and threading.current_thread() is threading.main_thread()
+                if not ends_script or isinstance(code, SystemExit):
+                    exit(code)
+                raise noted(code)
 
-        sys.exit = exit_and_note  # at exit, nothing else tells the exit code
-        block.callback(give_back)
+            def give_back() -> None:
+                if getattr(module, name) is exit_and_note:
+                    setattr(module, name, exit)
+
+            setattr(module, name, exit_and_note)
+            block.callback(give_back)
+
+        for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+            if hasattr(module, name) and not (module is builtins and hasattr(sys, "ps1")):  # a person at a prompt
+                note_exit(module, name)
 
     def __enter__(self) -> World:
         return self
@@ -150,6 +172,8 @@ class World(Place):
             self.__exit__(raised and type(raised), raised, raised and raised.__traceback__)
         except DdpManualError as error:
             terminal.print_error(error)
+            if raised is None and not hasattr(sys, "ps1"):
+                _failed_at_exit.append(error.exit_code)
 
     def check_open(self, call: str) -> None:
         """Raise BadOption if this rank has left, so that ``call`` comes too late."""
@@ -182,8 +206,17 @@ class World(Place):
 
         Args:
             message: JSON of any length.
+
+        Raises:
+            BadOption: there are other ranks, and no process group is open.
         """
-        if self.backend == NO_GROUP:
+        if not dist.is_initialized():
+            if self.world_size > 1:
+                raise BadOption(
+                    "world.gather was called without a process group",
+                    why="join was called with open_group=False, and nothing has opened one since",
+                    next="call it after init_process_group, or leave open_group=False out",
+                )
             return [json.loads(json.dumps(message))]
         return gather_messages(message, self.device)
 
@@ -208,8 +241,8 @@ class World(Place):
         if self.rank == self.host_leader:
             try:
                 action()
-            except DdpManualError as error:
-                self._store.set(key, json.dumps(error.as_dict()))
+            except Exception as error:
+                self._store.set(key, json.dumps(as_ours(self.rank, error).as_dict()))
                 raise
             self._store.set(key, "null")
             return
@@ -266,12 +299,14 @@ class World(Place):
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Write files in the body: if the run ends, the process is ended only once they are finished, or after 30 s."""
-        progress, phase = self.progress, self.progress.phase
-        progress.phase, progress.saving = SAVING, True
+        progress, phase, body = self.progress, self.progress.phase, object()
+        progress.phase = SAVING
+        progress.saving.append(body)  # it may be inside another one, or beside that of another thread
         try:
             yield
         finally:
-            progress.phase, progress.saving = phase, False
+            progress.phase = phase
+            progress.saving.remove(body)
 
     @contextmanager
     def take_stops(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 from ddp_manual.atomic_files import append_json_line
 from ddp_manual.cli import main as cli
 from ddp_manual.errors import BadOption
+from ddp_manual.from_worker import Progress
 from ddp_manual.run_folder import RunPaths
 from ddp_manual.tools import compare
 from ddp_manual.training.options import TrainConfig
+from ddp_manual.worker.training_loss import LossRecord
 
 
 def leave_run(folder: Path, *, ranks: int = 1, rate: float = 1000.0, finished: bool = True, **options: Any) -> Path:
@@ -102,6 +105,24 @@ def test_without_a_summary_the_speed_is_that_since_the_run_was_last_resumed(tmp_
         assert compared(run, other)["run"]["samples_per_second"] == (rate and pytest.approx(rate))
 
 
+def test_the_seconds_of_a_script_that_was_started_again_add_up(tmp_path: Path) -> None:
+    run, other = leave_run(tmp_path / "run", finished=False), leave_run(tmp_path / "other")
+    lines = [{"step": n, "loss": 1.0, "samples_per_second": r, "seconds": s} for n, r, s in POINTS]
+    RunPaths(run).metrics.write_text("\n".join(map(json.dumps, lines)))
+    found = compared(run, other)["run"]
+    assert (found["train_seconds"], found["samples_per_second"]) == (150, pytest.approx(850))
+
+
+def test_a_speed_that_is_no_finite_number_is_written_as_0_and_the_losses_after_it_too(tmp_path: Path) -> None:
+    progress = Progress()
+    record = LossRecord(tmp_path, progress)
+    for loss in (0.5, 0.25):
+        progress(loss=loss, samples_per_second=math.inf)
+        record.write()
+    written = [json.loads(line) for line in RunPaths(tmp_path).metrics.read_text().splitlines()]
+    assert [(line["loss"], line["samples_per_second"]) for line in written] == [(0.5, 0), (0.25, 0)]
+
+
 def test_failed_starts_are_passed_over_if_two_runs_remain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (leave_run(tmp_path / name) for name in ("one", "two"))
     failed, mistyped = (tmp_path / name for name in ("failed", "mistyped"))
@@ -163,6 +184,8 @@ def test_a_run_that_has_just_begun_has_a_column_and_a_line_that_a_kill_cut_off_i
     assert [run["steps_done"] for run in compared(one, begun, cut).values()] == [20, 0, 15]
 
 
+# (step, samples per second, seconds since the script began); it began again before the last two lines.
+POINTS = [(1, 1000, 100), (1, 500, 10), (2, 562.5, 50)]
 LINE = b'{"step": 5, "loss": %b, "samples_per_second": 1, "seconds": 1}'
 DAMAGED = [
     *itertools.product(("config.json", "summary.json", "accuracies.json"), (b"", b"\xff", b"[" * 100_000, b"null")),

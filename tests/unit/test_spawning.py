@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -86,6 +88,16 @@ def test_a_process_group_opened_twice_is_refused_with_advice_to_leave_it_to_join
     assert as_ours(0, caught.value).next.startswith("leave init_process_group out")
     with pytest.raises(BadOption, match="has a process group already"), join(device="cpu", backend="gloo"):
         pass
+
+
+@pytest.mark.parametrize(("is_child", "match"), [(False, "has a process group already"), (True, "a child of rank 0")])
+def test_a_rank_that_an_agent_has_started_joins_once_and_in_its_own_process(
+    process_group: None, monkeypatch: pytest.MonkeyPatch, is_child: bool, match: str
+) -> None:
+    rank = SimpleNamespace(pid=os.getppid() if is_child else os.getpid(), spec=WorldSpec(world_size=2, rank=0))
+    monkeypatch.setattr("ddp_manual.worker.join.here", rank)
+    with pytest.raises(BadOption, match=match):
+        join()
 
 
 def test_a_script_that_joins_by_itself_cannot_wait_for_lost_ranks() -> None:

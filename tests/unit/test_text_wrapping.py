@@ -18,7 +18,7 @@ from ddp_manual.deadline import Waiting
 from ddp_manual.errors import PeerFailed, RankMissing, from_dict
 from ddp_manual.rank_output import RankOutput
 from ddp_manual.text_wrapping import whole
-from ddp_manual.wording import duration
+from ddp_manual.wording import byte_size, duration
 
 COMMAND = "ddp-manual run --world_size 2 --rank 1 --master_addr 10.0.0.1 train.py --lr 0.1"
 
@@ -95,7 +95,7 @@ def test_a_file_has_a_line_about_waiting_every_10_s_and_after_a_minute_every_60_
 
 def test_launch_wraps_what_its_ranks_say_beside_their_numbers_and_no_line_of_programs(tmp_path: Path) -> None:
     path, long = tmp_path / "log", "a line that is a good deal wider than the terminal"
-    with on_screen() as screen, path.open("ab") as log, ThreadPoolExecutor(1) as writer:
+    with on_screen() as screen, path.open("ab", buffering=0) as log, ThreadPoolExecutor(1) as writer:
         output = RankOutput(log, 0, writer)
         output.print(f"[rank 0] {long}")
         output.write(f"[rank 0] {long}\n{long}\n".encode())
@@ -109,6 +109,11 @@ def test_launch_wraps_what_its_ranks_say_beside_their_numbers_and_no_line_of_pro
     assert shown[5] == "[rank 0] error[rank-missing]: a line" and shown[-3] == "[rank 0]   next: type this"
     logged = path.read_text().splitlines()
     assert logged[0] == f"[rank 0] {long}" and "for the log alone" in logged
+
+
+def test_a_size_has_three_digits() -> None:
+    shown = [byte_size(count) for count in (512, 1000, 1015 << 20, 3 << 40)]
+    assert [*shown, byte_size(999.7e6, 1000)] == ["512 B", "0.977 KB", "0.991 GB", "3072 GB", "1 GB"]
 
 
 def test_a_duration_is_in_the_largest_units() -> None:

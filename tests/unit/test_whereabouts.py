@@ -61,6 +61,18 @@ def test_a_thread_that_waits_for_an_async_collective_is_inside_it_until_it_has_w
     assert whereabouts(-1) == Whereabouts(inside=False, place="", debugging=False)
 
 
+def test_a_thread_that_waits_for_the_end_of_one_that_is_in_a_collective_counts_as_inside_it() -> None:
+    begun = torch._C.Future([])  # type: ignore[attr-defined]
+
+    def waits() -> None:
+        begun.wait()
+
+    with a_thread_that(waits) as waiting, a_thread_that(waiting.join) as thread:
+        seen = seen_once(thread, lambda seen: seen.inside)
+        begun.set_result(None)
+    assert seen.inside and seen.place.endswith(" in waits")
+
+
 def test_a_thread_that_opens_a_group_waits_there_for_as_long_as_was_chosen_for_that_group() -> None:
     """The call is a stand-in, in a file with the name of torch's."""
     all_here = threading.Event()

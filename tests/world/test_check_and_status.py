@@ -198,6 +198,9 @@ def test_a_script_reports_the_steps_of_its_own_loop_in_a_table_that_a_terminal_h
         "    world.progress(epoch=3)\n"
         "    for step in range(1, 8):\n"
         "        world.progress(step=step, samples_per_second=50 + world.rank, loss=0.5)\n"
+        "    with world.saving():\n"
+        "        with world.saving(): pass\n"
+        "        assert world.progress.saving\n"
         "    time.sleep(600)\n"
     )
     options = ["--nproc", 2, "--master_port", port, "--run_dir", tmp_path / "run"]
@@ -216,7 +219,7 @@ def test_a_script_reports_the_steps_of_its_own_loop_in_a_table_that_a_terminal_h
         table = status.text(seen).split("\n\n")[1].splitlines()
         assert len(table) == 3 and max(map(len, table)) <= width
         assert set(table[0].split()) >= {*kept, "phase", "step"}
-    assert all(now["place"].startswith("script.py:6 in ") for now in seen["progress"])
+    assert all(now["place"].startswith("script.py:9 in ") for now in seen["progress"])
     os.kill(workers_of(launcher)[1], signal.SIGKILL)
     assert launcher.wait(30) == 137
     assert "it was running, at step 7 of epoch 3, when it was last heard" in launcher.err

@@ -82,6 +82,36 @@ def test_what_ends_a_script_without_a_block_is_told_to_the_other_ranks(start_joi
     assert "ValueError: mine" in ranks[0].err and "GeneratorExit" not in ranks[0].err
 
 
+ENDS = """
+import sys, time, ddp_manual
+world = ddp_manual.join(device="cpu")
+if world.rank == 1:
+    time.sleep(0.5)  # the other rank is leaving at its end by now
+    raise ValueError("mine")
+"""
+
+
+def test_a_script_that_another_rank_fails_at_its_end_has_an_exit_code_that_says_so(start_joined: Start) -> None:
+    assert [rank.wait(30) for rank in start_joined(ENDS)] == [14, 1]
+
+
+OPENS = """
+import ddp_manual, torch.distributed as dist
+with ddp_manual.join(device="cpu", open_group=False) as world:
+    try:
+        world.gather(world.rank)
+    except ddp_manual.errors.BadOption as refused:
+        assert "without a process group" in str(refused)
+        dist.init_process_group("gloo")
+        print(sum(world.gather(world.rank)))
+"""
+
+
+def test_ranks_gather_once_a_script_that_opens_the_group_itself_has_done_so(start_joined: Start) -> None:
+    ranks = start_joined(OPENS)
+    assert [rank.wait(30) for rank in ranks] == [0, 0] and [rank.out for rank in ranks] == ["1\n"] * 2
+
+
 EXITS = """
 import multiprocessing, sys, threading, time, ddp_manual
 world = ddp_manual.join(device="cpu")
@@ -101,17 +131,20 @@ if "really" in sys.argv:
         time.sleep(60) if world.rank == 0 else sys.exit(3)
     except SystemExit as caught:
         sys.exit(caught)
+elif "builtin" in sys.argv and world.rank == 1:
+    time.sleep(0.3)  # the other rank is leaving by now
+    exit(4)
 """
 
 
-@pytest.mark.parametrize(("really", "codes"), [((), [0, 0]), (("really",), [14, 3])])
+@pytest.mark.parametrize(("really", "codes"), [((), [0, 0]), (("really",), [14, 3]), (("builtin",), [14, 4])])
 def test_of_the_exits_of_a_script_without_a_block_only_the_one_that_ends_it_is_told(
     start_joined: Start, really: tuple[str, ...], codes: list[int]
 ) -> None:
     ranks = start_joined(EXITS, *really)
     assert [rank.wait(30) for rank in ranks] == codes, ranks[0].err
     assert [rank.out for rank in ranks] == ["1\n"] * 2 and "Traceback" not in ranks[1].err
-    assert ("the program exited with code 3" in ranks[0].err) == bool(really)
+    assert (f"the program exited with code {codes[1]}" in ranks[0].err) == bool(really)
 
 
 SAVES = """
@@ -281,6 +314,9 @@ ONCE = """
         time.sleep(0 if file.exists() else 3)
         file.write_text(file.read_text() + "done" if file.exists() else "done")
 
+    def fail():
+        raise FileNotFoundError("no such mirror")
+
     def missing():
         raise ddp_manual.errors.DataMissing("there is no file", why="", next="make one")
 
@@ -290,6 +326,10 @@ ONCE = """
         world.once_per_host("write \\udcff", job, timeout=60)  # another, of a name that is not UTF-8
         world.once_per_host("write \\udcff", job, timeout=60)
         print(file.read_text())
+        try:
+            world.once_per_host("try a mirror", fail, timeout=60)
+        except (FileNotFoundError, ddp_manual.errors.TrainingFailed) as error:
+            assert "no such mirror" in str(error)
         world.once_per_host("write another", missing, timeout=60)
 """
 
