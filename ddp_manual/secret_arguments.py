@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 # Words in the name of an argument that is a secret: --api_key, --hf-token, wandb.apiKey; not --tokenizer, --max_tokens.
 SECRETS = {"key", "token", "secret", "password", "passwd", "credential", "credentials"}
 WORD_OF_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-HIDDEN = "..."
+HIDDEN = "<hidden>"
 
 
 def without_secrets(words: Sequence[str], shown: Callable[[str], str] = lambda secret: HIDDEN) -> list[str]:

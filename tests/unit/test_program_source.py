@@ -218,21 +218,28 @@ def test_a_secret_is_compared_by_a_digest_and_hidden_in_messages_and_commands() 
     arguments = named_arguments([*typed.split(), *open_to_all.split()])
     assert "hunter2" not in repr(arguments)
     assert shown(arguments) == {
-        **{"--api_key": "...", "--hf-token": "...", "wandb.apiKey": "...", "--set": "lr=1,password=..."},
+        **dict.fromkeys(("--api_key", "--hf-token", "wandb.apiKey"), "<hidden>"),
+        "--set": "lr=1,password=<hidden>",
         **{"--tokenizer": "bert", "--max_tokens": "5", "--keys": "a", "monkey": "b", "--use_token": "given"},
         "--lr": "1",
     }
     other = {**arguments, "--api_key": named_arguments(["--api_key", "hunter3"])["--api_key"]}
     assert differing_arguments(arguments, other) == ["--api_key"]
-    hidden = "train.py --api_key ... --hf-token=... wandb.apiKey=... --set lr=1,password=..."
+    hidden = (
+        "train.py --api_key '<hidden>' '--hf-token=<hidden>' 'wandb.apiKey=<hidden>' --set 'lr=1,password=<hidden>'"
+    )
     program = Program(kind=SCRIPT, name="train.py", arguments=(*typed.split(), *open_to_all.split()))
     assert program.typed == f"{hidden} {open_to_all}"
     error = _other_arguments(info(1, "b", arguments=other), info(0, "a", arguments=arguments), RUN)
     assert error is not None
-    assert error.why == "--api_key: rank 0 (a) has ..., rank 1 has ..."
+    assert error.why == "--api_key: rank 0 (a) has <hidden>, rank 1 has <hidden>"
     or_not = "\nor, where they differ on purpose, before its name: --may_differ api_key"
     assert error.next == f"  train --rank 1 --data '{{x}}'{or_not}"
-    for named, command in (((), "train --rank {rank} --api_key ..."), ((), "srun train"), (("lr",), RUN.command)):
+    for named, command in (
+        ((), "train --rank {rank} --api_key '<hidden>'"),
+        ((), "srun train"),
+        (("lr",), RUN.command),
+    ):
         one = info(1, "b", arguments=other, may_differ=named)
         error = _other_arguments(one, info(0, "a", arguments=arguments), run_info(command=command))
         assert error is not None and error.next == f"give the program the same arguments on every rank{or_not}"

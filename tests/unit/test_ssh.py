@@ -107,7 +107,7 @@ def test_dry_run_prints_what_would_be_run_on_each_host_without_secrets(capsys: p
     out = capsys.readouterr().out
     assert out.startswith("a: ranks 0-1\n  ssh -o BatchMode=yes ") and "\nme@b: rank 2\n" in out
     assert 'cd "$HOME"' in out and "exec /opt/python -m ddp_manual hosted" in out
-    assert out.endswith("over standard input: --epochs 3\nvariables: 'WORD=some word' API_KEY=...\n")
+    assert out.endswith("over standard input: --epochs 3\nvariables: 'WORD=some word' 'API_KEY=<hidden>'\n")
 
 
 def test_ssh_copy_id_gets_only_options_that_it_has() -> None:
