@@ -59,7 +59,7 @@ def hint(spec: WorldSpec, *, of_any_size: bool = False) -> str:
     """Name another rank 0 of this user that waits on this host for as many ranks as ``spec`` has; "" if none does."""
     for one in _announced():
         is_elsewhere = (one.address, one.port) != (spec.master_addr, spec.master_port)
-        if is_elsewhere and (of_any_size or one.world_size == spec.world_size):
+        if one.pid != os.getpid() and is_elsewhere and (of_any_size or one.world_size == spec.world_size):
             there = {"master_addr": one.address, "master_port": one.port}
             flags = as_flags({name: value for name, value in there.items() if value != getattr(spec, name)})
             where = at(printable(one.address), one.port)

@@ -244,7 +244,9 @@ def test_a_rank_that_looks_elsewhere_is_told_of_a_rank_0_of_its_user_that_waits_
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     spec, folder = WorldSpec(world_size=2, rank=1, master_port=29500), tmp_path / "ddp_manual"
-    waits = OwnRank0(os.getpid(), machine.host_id(), "127.0.0.1", 29601, 2, "0af3")
+    waits = OwnRank0(os.getppid(), machine.host_id(), "127.0.0.1", 29601, 2, "0af3")
+    replace(waits, pid=os.getpid(), port=29602).announce()
+    assert hint(spec) == "", "that is this process, at an address that it knows by its name"
     waits.announce()
     replace(waits, pid=2**22 + 1).announce()  # which has died
     told = "a rank 0 of yours waits on this host at 127.0.0.1:29601; add --master_port 29601 to reach it"
@@ -253,7 +255,8 @@ def test_a_rank_that_looks_elsewhere_is_told_of_a_rank_0_of_its_user_that_waits_
     search = Search(spec, "rank 1", "h", "train --rank 0", hint=partial(hint, spec))
     _, finding = search.judge([Seen("127.0.0.1", Answer.REFUSED)], 1.0, search.hint())
     assert finding.line.endswith(f"is rank 0 started? ({told})") and finding.error.next.startswith(told)
-    withdraw(os.getpid())
+    for pid in (os.getpid(), waits.pid):
+        withdraw(pid)
     assert hint(spec) == ""
     assert not any(folder.iterdir())
     folder.rename(folder.with_name("elsewhere"))
