@@ -48,8 +48,9 @@ NODE_LAUNCHERS = [
 ]
 NUMBERS = ("world_size", "rank", "local_rank", "master_port", "nnodes", "node_rank")
 
-# The processes of mpirun, of mpiexec and of their daemons, and torchrun's Python, as ``ps -o comm`` shows them.
-_PROCESSES = re.compile(r"mpirun|mpiexec|orte|prte|hydra|torchrun|python")
+# The processes of mpirun, of mpiexec and of their daemons, and torchrun's, which a newer torch names pt_elastic, as
+# ``ps -o comm`` shows them.
+_PROCESSES = re.compile(r"mpirun|mpiexec|orte|prte|hydra|torchrun|pt_elastic|python")
 
 
 def of_rank(environment: Environment) -> Identity:

@@ -6,8 +6,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import psutil
+
 from ddp_manual.training.options import MODELS
-from tests.conftest import REPOSITORY, Start
+from tests.conftest import REPOSITORY, Start, gone
 
 # A rank of the command line trains one network. To save its start, this has it train all of them, one after the other.
 EVERY_MODEL = """
@@ -69,3 +71,13 @@ def test_every_model_learns_the_same_parameters_bit_for_bit_below_launch_torchru
     for model in MODELS:
         learned = {(tmp_path / way / model / "model.pt").read_bytes() for way in started}
         assert len(learned) == 1, model
+
+
+def test_the_ranks_of_a_torchrun_that_is_killed_end_and_say_so(start: Start) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    process = start(*torchrun, "-m", "ddp_manual", "run", "--no_python", "sh", "-c", "echo began; sleep 60")
+    process.wait_for("began")
+    below = psutil.Process(process.process.pid).children(recursive=True)
+    process.process.kill()
+    assert gone(below, 15), process.err
+    assert f"torchrun (pid {process.process.pid}), which started this rank, is gone" in process.err
