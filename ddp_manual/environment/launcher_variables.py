@@ -72,7 +72,7 @@ def of_rank(environment: Environment) -> Identity:
     if not by_mpirun:
         others.append(of_pod(environment))
     launched = [found for found in (inner, *others) if "rank" in found]
-    if not launched and (found := _of_only_rank_of_node(environment)):
+    if not launched and (found := _of_only_rank_of_node(environment, is_told=plain.keys() >= {"world_size", "rank"})):
         launched = [found]
     _check_agreement([*launched, plain])
     return {**(launched[0] if launched else {}), **plain}
@@ -264,26 +264,33 @@ def _of_node_launcher(environment: Environment, *also: str) -> Identity:
 
 def of_pod(environment: Environment) -> Identity:
     """Return the rank of a pod of an Indexed Job, unless it was told that it is a node."""
-    return {} if _of_node_launcher(environment) else read(KUBERNETES, environment)
+    is_node = any(environment.get(names["node_rank"], "").strip() for names in NODE_LAUNCHERS)
+    return {} if is_node else read(KUBERNETES, environment)
 
 
-def _of_only_rank_of_node(environment: Environment) -> Identity:
+def _of_only_rank_of_node(environment: Environment, *, is_told: bool) -> Identity:
     """Return the rank of a process that was started as the only one of its node.
+
+    Args:
+        is_told: whether RANK and WORLD_SIZE say which rank it is, as in Kubeflow's PyTorchJob. It sets
+            PET_NPROC_PER_NODE=auto too and, where the job is elastic, PET_NNODES=1:3.
 
     Raises:
         BadOption: each node is to have several ranks.
     """
-    found = _of_node_launcher(environment, "nnodes")
-    if not found:
-        return {}
+    if is_told:
+        environment = {name: text for name, text in environment.items() if not re.fullmatch(r"\d+:\d+", text)}
+    found = _of_node_launcher(environment, *(() if is_told else ("nnodes",)))
     nproc = found.pop("nproc", Sourced("1", ""))
     if nproc.value in ("0", "1"):
-        return {"world_size": found.pop("nnodes"), "rank": found.pop("node_rank"), **found}
-    if found["nnodes"].value == 1:  # the only process of the run, as without a launcher
+        names = {"nnodes": "world_size", "node_rank": "rank"}
+        return {names.get(name, name): sourced for name, sourced in found.items()}
+    is_alone = "nnodes" in found and found["nnodes"].value == 1  # the only process of the run, as without a launcher
+    if is_alone or (is_told and not str(nproc.value).isdigit()):
         return {}
     raise BadOption(
         f"one process was started on this node for {nproc.value} ranks",
-        why=f"{nproc.assignment}, {found['nnodes'].assignment}, {found['node_rank'].assignment}",
+        why=", ".join(one.assignment for one in (nproc, found.get("nnodes"), found["node_rank"]) if one is not None),
         next="start all ranks of the node: ddp-manual launch ... in place of train or run\n"
         "or say which rank this is: --world_size, --rank and --master_addr",
     )

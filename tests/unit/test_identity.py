@@ -18,6 +18,7 @@ from tests.unit import launcher_environments as recorded
 from tests.unit.launcher_environments import variables
 
 OPEN_MPI_RANK = variables("OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=1")
+PYTORCHJOB = "RANK=1 WORLD_SIZE=2 PET_NODE_RANK=1"
 SKYPILOT_NODE = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "a\nb"}
 
 
@@ -50,6 +51,9 @@ def values(environment: dict[str, str], read: Any = of_rank) -> dict[str, Any]:
             ),
             {"rank": 1, "world_size": 2, "master_addr": "node-0", "master_port": 29400},
         ),
+        # Kubeflow's PyTorchJob, and an elastic one.
+        (variables(f"{PYTORCHJOB} PET_NNODES=2 PET_NPROC_PER_NODE=auto"), {"rank": 1, "world_size": 2}),
+        (variables(f"{PYTORCHJOB} PET_NNODES=1:3"), {"rank": 1, "world_size": 2}),
     ],
 )
 def test_a_launchers_variables_say_which_rank_a_process_is(
@@ -133,8 +137,9 @@ def test_a_number_that_is_none_is_named_with_its_variable() -> None:
 
 def test_a_node_with_several_gpus_is_for_launch() -> None:
     node = {**SKYPILOT_NODE, "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
-    with pytest.raises(BadOption, match="one process was started on this node for 8 ranks"):
-        of_rank(node)
+    for several in (node, variables(f"{PYTORCHJOB} PET_NNODES=1:3 PET_NPROC_PER_NODE=8")):
+        with pytest.raises(BadOption, match="one process was started on this node for 8 ranks"):
+            of_rank(several)
     assert values(node, of_node) == {"nnodes": 2, "node_rank": 1, "nproc": "8", "master_addr": "a"}
     assert of_rank({**node, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}) == {}
 
