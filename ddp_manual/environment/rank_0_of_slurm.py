@@ -13,12 +13,16 @@ from ddp_manual.environment.rank_0 import Environment, Identity, Sourced, check_
 
 NODES, NODE_COUNT = "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"
 NODES_OF = "SLURM_JOB_NODELIST"
+# The number of the step that salloc's shell is, with LaunchParameters=use_interactive_step in slurm.conf.
+INTERACTIVE_STEP = "4294967290"
 
 
 def is_task(environment: Environment) -> bool:
     """Return whether srun has started this process. The shell of a batch job has similar variables; if sbatch was typed
     in a task, the shell has that task's variables too."""
     if not {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", NODES} <= environment.keys():
+        return False
+    if environment.get("SLURM_STEP_ID") == INTERACTIVE_STEP:
         return False
     if "SLURM_HET_SIZE" in environment:  # the job's variables are those of one component
         return True

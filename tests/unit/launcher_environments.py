@@ -41,6 +41,12 @@ BATCH_SHELL = variables(f"SLURMD_NODENAME=n1 {_OF_JOB} SLURM_LOCALID=0 SLURM_NTA
 ARRAY_SHELL = variables(f"SLURMD_NODENAME=n1 {_OF_JOB} SLURM_LOCALID=0 SLURM_PROCID=0")
 BATCH_SHELL_OF_ONE_TASK = variables(f"{_OF_ONE_NODE} SLURM_PROCID=0")
 SALLOC_SHELL = variables(f"{_OF_JOB} SLURM_NTASKS=2")
+# The shell of salloc with LaunchParameters=use_interactive_step, as users of a newer Slurm have published it.
+INTERACTIVE_STEP = SALLOC_SHELL | variables(
+    """
+    SLURM_PROCID=0 SLURM_STEP_ID=4294967290 SLURM_STEP_NODELIST=n1 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1
+    """
+)
 
 # srun -N1 -n1 -w n2 in that script: the job is larger than the step.
 BATCH_SECOND_STEP = BATCH_SHELL | variables(

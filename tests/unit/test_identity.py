@@ -173,7 +173,7 @@ def test_a_batch_job_that_was_submitted_in_a_task_of_another_job_is_none_of_its_
 
 
 def test_the_shell_of_a_batch_job_is_none_of_its_tasks() -> None:
-    for shell in (recorded.BATCH_SHELL, recorded.SALLOC_SHELL, recorded.ARRAY_SHELL):
+    for shell in (recorded.BATCH_SHELL, recorded.SALLOC_SHELL, recorded.INTERACTIVE_STEP, recorded.ARRAY_SHELL):
         assert of_rank(shell) == {}
         with pytest.raises(BadOption, match="this is the shell of Slurm's job 7, and none of its 2 tasks"):
             of_started_rank(shell)
