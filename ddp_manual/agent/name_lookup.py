@@ -41,7 +41,10 @@ def resolve(host: str, option: str = MASTER_ADDR) -> list[str]:
     except OSError as error:
         raise _unresolvable(host, f"gave: {error.strerror or error}", option) from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    addresses.sort(key=is_loopback)
+    # IPv6's link-local addresses are of use with an interface only; a host's own name may have one for each of them.
+    addresses = [one for one in addresses if not one.lower().startswith("fe80:")] or addresses
+    # Many scripts put MASTER_ADDR into a URL, where an IPv6 address would need brackets.
+    addresses.sort(key=lambda one: (is_loopback(one), ":" in one))
     if is_own_name(host) and all(map(is_loopback, addresses)) and (real := own_address()) is not None:
         addresses.insert(0, real)
     return addresses
@@ -49,7 +52,9 @@ def resolve(host: str, option: str = MASTER_ADDR) -> list[str]:
 
 def is_own_name(host: str) -> bool:
     """Return whether this is the name of this host, with or without a domain."""
-    return not host[0].isdigit() and host.split(".")[0].lower() == machine.host_name().split(".")[0].lower()
+    first = host.split(".")[0].lower()
+    # A machine that nobody has named is called localhost: for others that name means themselves.
+    return not host[0].isdigit() and first == machine.host_name().split(".")[0].lower() and first != "localhost"
 
 
 def refuse_malformed(host: str, option: str = MASTER_ADDR) -> None:

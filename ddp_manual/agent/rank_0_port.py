@@ -61,7 +61,10 @@ async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.soc
             return socket.create_server((address, port), family=family(address), backlog=4096)
         except OSError as error:
             words = os.strerror(error.errno or 0)
-            if error.errno == errno.EADDRNOTAVAIL:
+            # The last two: an address of IPv6 that needs an interface, and a system without IPv6.
+            if error.errno == errno.EADDRNOTAVAIL or (
+                error.errno in (errno.EINVAL, errno.EAFNOSUPPORT) and address != addresses[-1]
+            ):
                 continue
             if error.errno == errno.EADDRINUSE:
                 raise await _port_in_use(spec, address) from None

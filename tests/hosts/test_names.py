@@ -109,11 +109,11 @@ def test_localhost_on_a_host_of_its_own_names_the_host_that_it_is(hosts: Hosts, 
     two = hosts(2)
     ranks = start_ranks(two, "--master_addr", "localhost", "--join_timeout", 4)
     assert codes(*ranks) == [10, 11]
-    advice = "(only hostA itself reaches ::1: for ranks on other hosts, start rank 0 again with --master_addr "
+    advice = "(only hostA itself reaches 127.0.0.1: for ranks on other hosts, start rank 0 again with --master_addr "
     assert f"{advice}{two[0].address}" in ranks[0].err
     what = last_error(ranks[1].err).splitlines()[0]
     assert what.startswith(f"error[master-refused]: nothing has listened for 4 s at rank 0's address localhost:{port}")
-    assert what.endswith(" (localhost is ::1, 127.0.0.1), which is hostB itself")
+    assert what.endswith(" (localhost is 127.0.0.1, ::1), which is hostB itself")
 
 
 def test_rank_0_on_a_host_that_does_not_have_its_address_is_told_which_has(hosts: Hosts) -> None:
