@@ -285,7 +285,7 @@ class Join:
             listener = await listen(spec, found, port)
             address, port = listener.getsockname()[:2]
             if is_everywhere(address):
-                address = own_address() or route_to("127.0.0.1")[0]
+                address = own_address(address) or ("::1" if ":" in address else "127.0.0.1")
             if spec.agent_store:
                 await write_torchrun_address(spec, self._task.attempt, address, port)
             self._spec = spec = dataclasses.replace(spec, master_port=port)

@@ -148,9 +148,14 @@ def route_to(address: str) -> tuple[str, str | None]:
     return own, interface_addresses().get(own.split("%")[0])
 
 
-def own_address() -> str | None:
-    """Return the first of ``own_addresses()``, that on the default route if there is one; None if the list is empty."""
-    return next(iter(own_addresses()), None)
+def own_address(at: str | None = None) -> str | None:
+    """Return the first of ``own_addresses()``, that on the default route if there is one; None if the list is empty.
+
+    Args:
+        at: only addresses count at which a socket that listens at this one, such as ``0.0.0.0``, is reached.
+    """
+    reached = (one for one in own_addresses() if at is None or takes_both(at) or family(one) == family(at))
+    return next(reached, None)
 
 
 def own_addresses() -> list[str]:
@@ -166,6 +171,11 @@ def own_addresses() -> list[str]:
 def is_everywhere(address: str) -> bool:
     """Return whether an address stands for all addresses of a host, as 0.0.0.0 does."""
     return ipaddress.ip_address(address.split("%")[0]).is_unspecified
+
+
+def takes_both(address: str) -> bool:
+    """Return whether a socket that listens at an address is to be reached over IPv4 and IPv6, as at ``::``."""
+    return ":" in address and is_everywhere(address) and socket.has_dualstack_ipv6()
 
 
 def family(address: str) -> socket.AddressFamily:

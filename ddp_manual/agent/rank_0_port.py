@@ -9,7 +9,7 @@ from datetime import datetime
 
 import psutil
 
-from ddp_manual.agent.network_interface import family, interface_addresses, own_address
+from ddp_manual.agent.network_interface import family, interface_addresses, own_address, takes_both
 from ddp_manual.agent.wait_for_rank_0 import look_at, probe
 from ddp_manual.environment import launcher_variables, machine, user_variables
 from ddp_manual.errors import (
@@ -58,7 +58,8 @@ async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.soc
     for address in addresses:
         try:
             # create_server sets SO_REUSEADDR: a run that has just ended leaves its port in TIME_WAIT for a minute.
-            return socket.create_server((address, port), family=family(address), backlog=4096)
+            both = takes_both(address)
+            return socket.create_server((address, port), family=family(address), backlog=4096, dualstack_ipv6=both)
         except OSError as error:
             words = os.strerror(error.errno or 0)
             # The last two: an address of IPv6 that needs an interface, and a system without IPv6.

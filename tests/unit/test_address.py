@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddp_manual.agent import name_lookup
+from ddp_manual.agent import name_lookup, network_interface
 from ddp_manual.agent.join import Join
 from ddp_manual.agent.network_interface import OwnAddress, wrong_for_nccl
 from ddp_manual.agent.rank_0_port import listen as listen_at
@@ -218,6 +218,16 @@ def test_rank_0_listens_on_its_own_address_only(port: int) -> None:
         assert listener.getsockname() == ("127.0.0.1", port)
         with socket.socket() as other:
             other.bind(("127.0.0.2", port))
+
+
+def test_rank_0_that_listens_at_all_its_addresses_names_one_at_which_it_is_reached(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with listen(WorldSpec(world_size=2, master_port=port), ["::"]):
+        socket.create_connection(("127.0.0.1", port)).close()
+    for mine, at, named in (("10.0.0.1 fd00::1", "::", "10.0.0.1"), ("fd00::1", "0.0.0.0", None)):
+        monkeypatch.setattr(network_interface, "own_addresses", mine.split)
+        assert network_interface.own_address(at) == named
 
 
 @pytest.mark.parametrize(
