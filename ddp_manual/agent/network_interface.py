@@ -34,7 +34,11 @@ class OwnAddress:
             self.source = f"{self.interface}, from {variable}"
         elif self.interface is not None:
             # gloo and NCCL get the interface's name and take its first address, maybe not the one on the way to rank 0.
-            self.address, _ = _chosen_address([self.interface], variable, backend="gloo")
+            first, _ = _chosen_address([self.interface], variable, backend="gloo")
+            if is_loopback(first) and not is_loopback(self.address):  # a router's host may have its address on lo
+                self.interface = None
+            else:
+                self.address = first
         self.family = "IPv6" if ":" in self.address else "IPv4"
         self.variables = {}
         """The variables for gloo and NCCL; each applies unless the user has set it."""

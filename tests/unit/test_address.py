@@ -255,6 +255,14 @@ def test_nccl_is_told_an_interface_where_the_first_it_would_take_is_not_on_rank_
     assert found is None if why is None else found is not None and why in found
 
 
+def test_a_host_that_has_its_address_on_lo_keeps_it_and_gives_gloo_no_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(network_interface, "route_to", lambda rank_0: ("10.9.9.1", "lo"))
+    own = OwnAddress("10.9.9.2", "gloo")
+    assert own.address == "10.9.9.1" and own.variables == {}
+
+
 def test_an_administrators_choice_for_nccl_counts_like_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
