@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from contextlib import suppress
 
@@ -37,6 +38,9 @@ def raise_descriptor_limit(spec: WorldSpec) -> str:
             f"rank 0 on {machine.host_name()} may open {soft} files, and a run of {spec.world_size} ranks "
             f"needs {needed}",
             why=f"each rank keeps up to {CONNECTIONS_PER_RANK} connections to rank 0; the hard limit is {hard}",
-            next=f"raise it before rank 0 is started: ulimit -n {needed}",
+            next=f"raise it before rank 0 is started: ulimit -n {needed}"
+            if os.geteuid() == 0
+            else "have an administrator raise the hard limit: nofile in /etc/security/limits.conf, LimitNOFILE= of "
+            f"systemd, or docker run --ulimit nofile={needed}",
         )
     return str(soft)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ddp_manual.agent import open_files
 from ddp_manual.agent.by_hand import program_task
 from ddp_manual.agent.to_type import rank_command
 from ddp_manual.cli import main as cli
@@ -202,3 +203,14 @@ def test_a_file_that_cannot_be_read_exits_2_and_is_named(tmp_path: Path, capsys:
     for path in (tmp_path / "missing", tmp_path, tmp_path / "a pipe"):
         assert cli.run(["train", "--config", str(path)]) == 2
         assert f"error[bad-option]: --config {path} cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("user", "advice"), [(0, "started: ulimit -n 300"), (1000, "docker run --ulimit nofile=300")])
+def test_too_low_a_limit_of_open_files_is_answered_with_what_this_user_can_do(
+    user: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(open_files, "raise_soft_limit", lambda: (200, 200))
+    with pytest.raises(BadOption, match="may open 200 files, and a run of 100 ranks needs 300") as caught:
+        open_files.raise_descriptor_limit(WorldSpec(world_size=100))
+    assert caught.value.next.endswith(advice)
