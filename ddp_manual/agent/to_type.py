@@ -37,8 +37,11 @@ def rank_command(spec: WorldSpec, command: str, options: Mapping[str, Any] = {},
     if spec.started_by:
         return f"{spec.started_by} ... {shlex.join(without_secrets([*typed, *arguments]))}"
     if spec.source("master_addr") == f"from {OWN_NAME}":
-        job, label = spec.master_addr.partition(".")[0].removesuffix("-0"), "batch.kubernetes.io/job-"
-        return f"kubectl describe pods --selector {label}name={job},{label}completion-index={{rank}}"
+        # <job>-0.<service>.<namespace>.svc.<domain>
+        pod, _, namespace, svc, *_ = [*spec.master_addr.split("."), "", "", ""]
+        job, label = pod.removesuffix("-0"), "batch.kubernetes.io/job-"
+        where = f"--namespace {namespace} " if svc == "svc" else ""
+        return f"kubectl describe pods {where}--selector {label}name={job},{label}completion-index={{rank}}"
     if arguments[:1] and arguments[0] in OF_RANKS:
         typed.append(command)
     words = [shlex.join(typed), f"--world_size {spec.world_size} --rank {{rank}}"]

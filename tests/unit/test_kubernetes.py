@@ -161,7 +161,7 @@ def test_a_pod_says_how_to_look_at_the_pod_that_is_missing(indexed: dict[str, An
     first = rank_0_of_kubernetes.first_pod(index, f"{name}-1", f"10.1.2.3 {full_name} {name}-1")
     spec = WorldSpec(world_size=2, rank=1, master_addr=first.value, sources={"master_addr": f"from {first.source}"})
     label = "batch.kubernetes.io/job-"
-    expected = f"kubectl describe pods --selector {label}name={name},{label}completion-index={{rank}}"
+    expected = f"kubectl describe pods --namespace ns --selector {label}name={name},{label}completion-index={{rank}}"
     assert rank_command(spec, "train") == expected
 
 
