@@ -38,13 +38,14 @@ def start_python(
 
 
 def python_flags() -> list[str]:
-    """Return the flags of this Python that a program of the user's is to have too: -O, -W, -X and -u."""
+    """Return the flags of this Python that a program of the user's is to have too: -E, -O, -s, -u, -W and -X. -I counts
+    as -E and -s; not as -P too, since the program's own folder comes first in ``sys.path`` whatever starts it."""
     flags: list[str] = []
     with suppress(getopt.GetoptError):
         for flag, value in getopt.getopt(sys.orig_argv[1:], PYTHON_OPTIONS)[0]:
             if flag in ("-c", "-m"):  # what follows is the program's
                 break
-            flags += [f"{flag}{value}"] if flag in ("-O", "-W", "-X", "-u") else []
+            flags += ["-E", "-s"] if flag == "-I" else [flag + value] if flag[1] in "EOsuWX" else []
     return flags
 
 

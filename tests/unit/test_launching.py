@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ddp_manual import TrainConfig, WorldSpec, errors
 from ddp_manual.agent.rank_result import leave_failure
 from ddp_manual.cli import main as cli
+from ddp_manual.environment.start_python import python_flags
 from ddp_manual.errors import DdpManualError, PeerLost, Stopped
 from ddp_manual.launch.attempts import may_be_fixed
 from ddp_manual.launch.job import Hosts, Job
@@ -205,3 +206,13 @@ def test_what_can_be_known_before_ranks_are_started_is_said_once_and_leaves_noth
     first, *rest = capsys.readouterr().err.splitlines()
     assert said in first and not any("error[" in line for line in rest)
     assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "passed_on"), [("-E -s -B -Werror -m a -O", "-E -s -Werror"), ("-IO -X dev a.py -u", "-E -s -O -Xdev")]
+)
+def test_a_worker_has_those_flags_of_this_python_that_mean_a_program(
+    typed: str, passed_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", *typed.split()])
+    assert python_flags() == passed_on.split()
