@@ -142,6 +142,7 @@ class Agent:
                 else:
                     self.protocol.worker_gone(time.monotonic())
 
+        worker.log = self.log
         await worker.attach(self._ending.guarded(take), gone)
         self.join.info = replace(self.join.info, pid=worker.pid)
 

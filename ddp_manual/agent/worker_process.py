@@ -91,6 +91,10 @@ class Worker:
         self.children = orphans.Children()
         self._command = b""
         """How the program was started, as the kernel knows it."""
+        self.log: Callable[[str], None] = lambda line: None
+        """Prints a line for the rank; its agent sets it."""
+        self._is_another_users = False
+        """Whether the kernel has refused to end it."""
         self._is_replaced = False
         """Whether exec has replaced the program by another one, which has no channel and ends like an executable."""
         self._closed_group: from_worker.GroupClosed | None = None
@@ -216,15 +220,23 @@ class Worker:
         Python is left to end what it has started: a DataLoader's process that SIGTERM ends makes a save fail."""
         to_group = number in (signal.SIGINT, signal.SIGKILL) or not self.hears
         if self.copies and self.exists and to_group:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+            self._send_signal(os.killpg, number)
         else:
             self.signal(number)
 
     def signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            if not self.ended:
-                os.kill(self.pid, number)
+        if not self.ended:
+            self._send_signal(os.kill, number)
+
+    def _send_signal(self, kill: Callable[[int, int], None], number: int) -> None:
+        try:
+            kill(self.pid, number)
+        except ProcessLookupError:
+            pass
+        except PermissionError:  # as of sudo, which is root's
+            if number in (signal.SIGTERM, signal.SIGKILL) and not self._is_another_users:
+                self._is_another_users = True
+                self.log(f"cannot end pid {self.pid}, which runs as another user: sudo kill {self.pid}")
 
     def stopped_by(self) -> str:
         """Return the name of the signal that has stopped the process; "" while it runs."""
@@ -268,7 +280,7 @@ class Worker:
         self.children.look(self.pid)
         send(signal.SIGKILL)
         # A process that waits in the kernel for a device or a file system ends only when it gets a reply.
-        await wait_until(lambda: self.ended, KILLED_WITHIN)
+        await wait_until(lambda: self.ended or self._is_another_users, KILLED_WITHIN)
         await self.children.end(self.pid if self.copies else None)
         # Its last output is still read, for a second at most: a process that it has started may keep the pipe open.
         await wait_until(lambda: all(copy.done() for copy in self.copies), LAST_LINES_WITHIN)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
+import socket
 import warnings
 from unittest.mock import Mock
 
 import pytest
 
 from ddp_manual.agent.rank_result import Ending
+from ddp_manual.agent.worker_process import Worker
 from ddp_manual.protocol.how_a_worker_ended import lost
 from ddp_manual.protocol.verdict_words import without_start_again
 from ddp_manual.ranks_and_runs import Beat, from_last_checkpoint
@@ -61,3 +65,18 @@ def test_what_is_cancelled_before_its_turn_warns_of_nothing() -> None:
 )
 def test_advice_to_start_one_rank_follows_on_none_to_start_all(advice: str, of_one_rank: str) -> None:
     assert without_start_again(advice) == of_one_rank
+
+
+def test_a_program_of_another_user_is_left_and_named_once_with_how_to_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.kill", Mock(side_effect=PermissionError))
+    said: list[str] = []
+
+    async def end(channel: socket.socket) -> None:
+        worker = Worker(2**22 + 1, channel, os.open(os.devnull, os.O_RDONLY))
+        worker.log = said.append
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            worker.signal(number)
+        await asyncio.wait_for(worker.end(None, own=False), 5)
+
+    asyncio.run(end(socket.socket()))
+    assert said == [f"cannot end pid {2**22 + 1}, which runs as another user: sudo kill {2**22 + 1}"]
