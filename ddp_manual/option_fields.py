@@ -8,12 +8,12 @@ import functools
 import math
 import operator
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, get_type_hints
 
 from ddp_manual.errors import BadOption
+from ddp_manual.text_wrapping import as_shell_words
 
 T = TypeVar("T")
 _type_hints = functools.cache(get_type_hints)
@@ -194,7 +194,7 @@ def as_flags(options: Mapping[str, Any]) -> str:
             words.append(f"--{name}")
         elif value is not False and value is not None:
             words += [f"--{name}", f"{value:g}" if isinstance(value, float) and value == int(value) else str(value)]
-    return shlex.join(words)
+    return as_shell_words(words)
 
 
 Compared = Mapping[str, Sequence[Any]]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 
 from ddp_manual.secret_arguments import without_secrets
+from ddp_manual.text_wrapping import as_shell_words
 
 SCRIPT, MODULE, EXECUTABLE = "script", "module", "executable"
 # Among the modules that a process imports before it forks workers: torch's compiler.
@@ -36,4 +36,4 @@ class Program:
     @property
     def typed(self) -> str:
         """What to type for it after the options of ``run``, quoted for a shell, with ``...`` for secrets."""
-        return shlex.join(without_secrets(self.words))
+        return as_shell_words(without_secrets(self.words))

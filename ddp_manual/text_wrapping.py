@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
+from collections.abc import Iterable
 
 MARGIN = "  "
 """Begins a line that is never wrapped."""
 # Columns; in a terminal that has fewer, lines are wider than it.
 LEAST = 20
+CONTROL = re.compile(r"[\0-\x1f\x7f]")
 
 
 def whole(command: str) -> str:
     """Return a command as a line of its own, for a text that is wrapped later."""
     return MARGIN + command if command else ""
+
+
+def as_shell_words(words: Iterable[str]) -> str:
+    """Quote words for a shell, as one line: a word with control characters becomes ``$'a\\nb'``, of bash and zsh."""
+    return " ".join(_with_escapes(word) if CONTROL.search(word) else shlex.quote(word) for word in words)
+
+
+def _with_escapes(word: str) -> str:
+    escaped = word.replace("\\", r"\\").replace("'", r"\'")
+    return f"$'{CONTROL.sub(lambda found: found[0].encode('unicode_escape').decode(), escaped)}'"
 
 
 def wrapped(text: str, width: int | None, *, margin: str = MARGIN) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from ddp_manual.environment.rank_0_of_kubernetes import OWN_NAME
 from ddp_manual.option_fields import as_flags
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.secret_arguments import without_secrets
+from ddp_manual.text_wrapping import as_shell_words
 
 # The option that says where rank 0 listens, at an address of its own host; no other rank's command has it.
 LISTENING = "listen_addr"
@@ -35,7 +35,7 @@ def rank_command(spec: WorldSpec, command: str, options: Mapping[str, Any] = {},
     """
     typed, arguments = command_line.typed_command()
     if spec.started_by:
-        return f"{spec.started_by} ... {shlex.join(without_secrets([*typed, *arguments]))}"
+        return f"{spec.started_by} ... {as_shell_words(without_secrets([*typed, *arguments]))}"
     if spec.source("master_addr") == f"from {OWN_NAME}":
         # <job>-0.<service>.<namespace>.svc.<domain>
         pod, _, namespace, svc, *_ = [*spec.master_addr.split("."), "", "", ""]
@@ -44,9 +44,9 @@ def rank_command(spec: WorldSpec, command: str, options: Mapping[str, Any] = {},
         return f"kubectl describe pods {where}--selector {label}name={job},{label}completion-index={{rank}}"
     if arguments[:1] and arguments[0] in OF_RANKS:
         typed.append(command)
-    words = [shlex.join(typed), f"--world_size {spec.world_size} --rank {{rank}}"]
+    words = [as_shell_words(typed), f"--world_size {spec.world_size} --rank {{rank}}"]
     if spec.master_addr != WorldSpec.master_addr:
-        words.append(f"--master_addr {shlex.quote(spec.master_addr)}")
+        words.append(f"--master_addr {as_shell_words([spec.master_addr])}")
     if spec.master_port != WorldSpec.master_port:
         words.append("--master_port {master_port}")
     given = {name: value for name, value in spec.given_options().items() if name not in PER_RANK_OPTIONS}
@@ -72,20 +72,20 @@ def script_command(spec: WorldSpec, typed: Sequence[str]) -> str:
     if not typed:
         return f"ddp_manual.join({', '.join(f'{name}={value}' for name, value in where.items())})"
     variables = [f"{name.upper()}={value}" for name, value in where.items()]
-    return " ".join([*variables, shlex.join(without_secrets(typed))])
+    return " ".join([*variables, as_shell_words(without_secrets(typed))])
 
 
 def typed_again() -> str:
     """Return the command that was typed in this terminal, without OF_RANK_0, which say how the run goes on."""
     program, arguments = command_line.typed_command()
-    return shlex.join([*program, *command_line.without_options(arguments, *OF_RANK_0)])
+    return as_shell_words([*program, *command_line.without_options(arguments, *OF_RANK_0)])
 
 
 def status_command(**flags: Any) -> str:
     """Return the ``status`` command with these flags: it shows a run, or has it go on without the missing ranks."""
     program, arguments = command_line.typed_command()
     own = program if arguments[:1] and arguments[0].isalpha() else ["ddp-manual"]
-    return f"{shlex.join([*own, 'status'])} {as_flags(flags)}"
+    return f"{as_shell_words([*own, 'status'])} {as_flags(flags)}"
 
 
 def status_of_run(spec: WorldSpec, **flags: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -22,7 +21,7 @@ from ddp_manual.cli.looking import compare_runs, evaluate, list_checkpoints, lis
 from ddp_manual.cli.ranks import check, run_program, train
 from ddp_manual.cli.stdout import print_result
 from ddp_manual.environment import command_line
-from ddp_manual.text_wrapping import whole
+from ddp_manual.text_wrapping import as_shell_words, whole
 
 # Underscores are how PyTorch users type options; dashes mean the same.
 CONTEXT = {
@@ -54,7 +53,7 @@ class OrderedGroup(click.Group):
             raise errors.BadOption(
                 f"{args[0]} is a script, and no command of ddp-manual",
                 why="the command run starts one rank of a script",
-                next=whole(f"ddp-manual run {shlex.join(args)}"),
+                next=whole(f"ddp-manual run {as_shell_words(args)}"),
             )
         return super().resolve_command(ctx, args)
 
@@ -126,7 +125,7 @@ def _of_click(error: click.ClickException) -> errors.BadOption:
     if command[-1] == "launch" and context is not None:
         command[-1] = context.info_name or "launch"  # train, which has the options after the --
     why = getattr(getattr(error, "param", None), "help", None)
-    next = whole(f"{shlex.join(command)} --help")
+    next = whole(f"{as_shell_words(command)} --help")
     if isinstance(error, click.NoSuchOption):
         if context is not None and context.info_name == "launch" and (instead := OF_TORCHRUN.get(error.option_name)):
             what = f"launch has no option {error.option_name}"

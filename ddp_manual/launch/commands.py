@@ -14,7 +14,7 @@ from ddp_manual.launch.host_list import LOCAL, Host
 from ddp_manual.program import Program
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.terminal import stdout_width
-from ddp_manual.text_wrapping import wrapped
+from ddp_manual.text_wrapping import as_shell_words, wrapped
 
 # The Linux setting with the range of ports that the kernel gives to probes, torch's store, gloo and NCCL.
 FREE_PORTS = "net.ipv4.ip_local_port_range"
@@ -54,8 +54,9 @@ def list_commands(
     ranks = []
     for rank, host in enumerate(each for each in hosts for _ in range(each.slots)):
         besides = {**own, LISTENING: spec.listen_addr if rank == 0 else None}
-        line = with_port(rank_command(spec, name, besides, shlex.join(rest)), spec).replace("{rank}", str(rank), 1)
-        ranks.append({"rank": rank, "host": host.name, "command": line, "words": shlex.split(line)})
+        line = with_port(rank_command(spec, name, besides), spec).replace("{rank}", str(rank), 1)
+        words, line = [*shlex.split(line), *rest], " ".join(filter(None, [line, as_shell_words(rest)]))
+        ranks.append({"rank": rank, "host": host.name, "command": line, "words": words})
     meeting = {"world_size": count, "master_addr": spec.master_addr, "master_port": spec.master_port}
     return {**meeting, "alike": _alike(spec, program), "ranks": ranks}
 

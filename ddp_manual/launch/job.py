@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from ddp_manual.option_fields import number_below
 from ddp_manual.program import Program
 from ddp_manual.rank_options import WorldSpec
 from ddp_manual.secret_arguments import without_secrets
+from ddp_manual.text_wrapping import as_shell_words
 from ddp_manual.training.options import TrainConfig
 
 
@@ -67,10 +67,10 @@ def command_to_go_on(after: Sequence[str], *, run_dir: str | None, variables: It
     names = ",".join(name for name in variables if name != user_variables.TOKEN_VARIABLE)
     before = [*command, *before[:1], *(["--export", names] if names else []), *before[1:]]
     if run_dir is None:
-        return shlex.join([*before, *without_secrets(after)])
+        return as_shell_words([*before, *without_secrets(after)])
     launch = command_line.without_options(before, "run_dir")
     training = [*command_line.without_options(after, "resume"), "--resume", "auto"]
-    return shlex.join([*launch, "--run_dir", run_dir, "--", *training])
+    return as_shell_words([*launch, "--run_dir", run_dir, "--", *training])
 
 
 @dataclass(frozen=True)

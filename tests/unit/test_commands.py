@@ -82,6 +82,8 @@ def test_json_has_the_same_lines(capsys: Output) -> None:
     assert [(rank["rank"], rank["host"]) for rank in found["ranks"]] == [(0, "hostA"), (1, "hostB")]
     assert [(rank["command"], shlex.join(rank["words"])) for rank in found["ranks"]] == [(line, line) for line in lines]
     assert found["world_size"] == 2 and found["master_addr"] == "hostA"
+    rank = json.loads(printed(capsys, "--json", "--hosts", "hostA", "train.py", "a\nb"))["ranks"][0]
+    assert rank["words"][-1] == "a\nb" and rank["command"].endswith(r" train.py $'a\nb'")
 
 
 @pytest.mark.parametrize(

@@ -148,10 +148,10 @@ def test_the_command_for_another_rank_has_plain_flags_for_what_is_not_a_default(
         "python train.py --world_size 2 --rank {rank} --master_addr node0 --master_port {master_port} --device cpu "
         "--model mlp --epochs 2 --lr 0.5 --sync_bn"
     )
-    script = Program(kind=SCRIPT, name="own.py", arguments=("5",))
+    script = Program(kind=SCRIPT, name="own.py", arguments=("5", "a\nb"))
     task = program_task(WorldSpec(world_size=2), script, run_dir="runs/own", may_differ=["seed"], restarts=(0, 0))
     assert task.command == (
-        "python train.py --world_size 2 --rank {rank} --run_dir runs/own --may_differ seed own.py 5"
+        "python train.py --world_size 2 --rank {rank} --run_dir runs/own --may_differ seed own.py 5 $'a\\nb'"
     ), "what was typed and a rank that is given back needs"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from ddp_manual import terminal
 from ddp_manual.deadline import Waiting
 from ddp_manual.errors import PeerFailed, RankMissing, from_dict
 from ddp_manual.rank_output import RankOutput
-from ddp_manual.text_wrapping import whole
+from ddp_manual.text_wrapping import as_shell_words, whole
 from ddp_manual.wording import byte_size, duration
 
 COMMAND = "ddp-manual run --world_size 2 --rank 1 --master_addr 10.0.0.1 train.py --lr 0.1"
@@ -119,3 +120,10 @@ def test_a_size_has_three_digits() -> None:
 def test_a_duration_is_in_the_largest_units() -> None:
     shown = [duration(seconds) for seconds in (0.42, 23.4, 103, 7503)]
     assert shown == ["0.4 s", "23 s", "1 min 43 s", "2 h 5 min"]
+
+
+def test_words_with_control_characters_are_one_line_which_a_shell_reads_as_they_were() -> None:
+    words = ["set -e\necho 'one'\t\\n", "\x1b[1m0\r", "plain", "a b", "it's", "", "é\x7f"]
+    line = as_shell_words(words)
+    read = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], stdout=subprocess.PIPE, check=True).stdout
+    assert line.isprintable() and read.decode().split("\0") == [*words, ""]
