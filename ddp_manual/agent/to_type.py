@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,11 @@ def with_port(command: str, spec: WorldSpec) -> str:
 
 def script_command(spec: WorldSpec, typed: Sequence[str]) -> str:
     """Return the command that starts another rank of a script that calls ``join``: with variables, since the script's
-    flags are not known here. If nothing was ``typed``, as at Python's prompt, return the call of ``join``."""
+    flags are not known here. If nothing was ``typed``, as at Python's prompt, return the call of ``join``.
+
+    A variable does not count where the script gives ``join`` a keyword. Then the option of that name is changed, if it
+    was typed with that value; otherwise a remark says that what makes the rank has to be changed.
+    """
     where = {"world_size": spec.world_size, "rank": "{rank}"}
     if spec.master_addr != WorldSpec.master_addr:
         where["master_addr"] = spec.master_addr if typed else repr(spec.master_addr)
@@ -71,8 +76,18 @@ def script_command(spec: WorldSpec, typed: Sequence[str]) -> str:
         where["master_port"] = "{master_port}"
     if not typed:
         return f"ddp_manual.join({', '.join(f'{name}={value}' for name, value in where.items())})"
-    variables = [f"{name.upper()}={value}" for name, value in where.items()]
-    return " ".join([*variables, as_shell_words(without_secrets(typed))])
+    command, variables, remark = as_shell_words(without_secrets(typed)), list[str](), ""
+    for name, value in where.items():
+        is_keyword, is_option = spec.source(name) == "flag", 0
+        if is_keyword:
+            option = rf"(?<= )(--{name.replace('_', '[-_]')}[ =]){re.escape(str(getattr(spec, name)))}(?!\S)"
+            command, is_option = re.subn(option, rf"\g<1>{value}", command, count=1)
+        # WORLD_SIZE is the same for all ranks; ``missing_ranks`` tells by it that this is a script.
+        if not is_keyword or (name == "world_size" and not is_option):
+            variables.append(f"{name.upper()}={value}")
+        elif name == "rank" and not is_option:
+            remark = f"\n(with what makes it rank {{rank}} in place of rank {spec.rank})"
+    return " ".join([*variables, command]) + remark
 
 
 def typed_again() -> str:

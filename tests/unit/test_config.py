@@ -14,7 +14,7 @@ import pytest
 
 from ddp_manual.agent import open_files
 from ddp_manual.agent.by_hand import program_task
-from ddp_manual.agent.to_type import rank_command
+from ddp_manual.agent.to_type import rank_command, script_command
 from ddp_manual.cli import main as cli
 from ddp_manual.errors import BadOption
 from ddp_manual.program import SCRIPT, Program
@@ -153,6 +153,30 @@ def test_the_command_for_another_rank_has_plain_flags_for_what_is_not_a_default(
     assert task.command == (
         "python train.py --world_size 2 --rank {rank} --run_dir runs/own --may_differ seed own.py 5 $'a\\nb'"
     ), "what was typed and a rank that is given back needs"
+
+
+REMARK = "\n(with what makes it rank {rank} in place of rank 0)"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "typed", "command"),
+    [
+        ("", "s.py 0", "WORLD_SIZE=2 RANK={rank} MASTER_PORT={master_port} s.py 0"),
+        ("rank", "s.py 0", f"WORLD_SIZE=2 MASTER_PORT={{master_port}} s.py 0{REMARK}"),
+        ("rank master_port", "s.py --rank 01 --ranks 0", f"WORLD_SIZE=2 s.py --rank 01 --ranks 0{REMARK}"),
+        ("rank world_size master_port", "s.py --rank 0 --world-size=2", "s.py --rank {rank} --world-size=2"),
+        (
+            "rank master_port",
+            "s.py --master_port=9 --rank=0",
+            "WORLD_SIZE=2 s.py --master_port={master_port} --rank={rank}",
+        ),
+    ],
+)
+def test_the_command_for_another_rank_of_a_script_changes_what_its_join_was_given(
+    keywords: str, typed: str, command: str
+) -> None:
+    spec = WorldSpec(world_size=2, master_port=9, sources=dict.fromkeys(keywords.split(), "flag"))
+    assert script_command(spec, typed.split()) == command
 
 
 def test_a_run_that_is_resumed_has_the_options_in_its_folder_unless_others_are_given(tmp_path: Path) -> None:
