@@ -43,8 +43,9 @@ def resolve(host: str, option: str = MASTER_ADDR) -> list[str]:
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     # IPv6's link-local addresses are of use with an interface only; a host's own name may have one for each of them.
     addresses = [one for one in addresses if not one.lower().startswith("fe80:")] or addresses
-    # Many scripts put MASTER_ADDR into a URL, where an IPv6 address would need brackets.
-    addresses.sort(key=lambda one: (is_loopback(one), ":" in one))
+    # Many scripts put MASTER_ADDR into a URL, where IPv6's address of localhost would need brackets. Of other addresses
+    # the system has one first that it can reach.
+    addresses.sort(key=lambda one: is_loopback(one) and 1 + (":" in one))
     if is_own_name(host) and all(map(is_loopback, addresses)) and (real := own_address()) is not None:
         addresses.insert(0, real)
     return addresses

@@ -62,10 +62,8 @@ async def listen(spec: WorldSpec, addresses: list[str], port: int) -> socket.soc
             return socket.create_server((address, port), family=family(address), backlog=4096, dualstack_ipv6=both)
         except OSError as error:
             words = os.strerror(error.errno or 0)
-            # The last two: an address of IPv6 that needs an interface, and a system without IPv6.
-            if error.errno == errno.EADDRNOTAVAIL or (
-                error.errno in (errno.EINVAL, errno.EAFNOSUPPORT) and address != addresses[-1]
-            ):
+            is_without_family = error.errno == errno.EAFNOSUPPORT and len(addresses) > 1
+            if error.errno == errno.EADDRNOTAVAIL or is_without_family:
                 continue
             if error.errno == errno.EADDRINUSE:
                 raise await _port_in_use(spec, address) from None

@@ -78,14 +78,13 @@ def script_command(spec: WorldSpec, typed: Sequence[str]) -> str:
         return f"ddp_manual.join({', '.join(f'{name}={value}' for name, value in where.items())})"
     command, variables, remark = as_shell_words(without_secrets(typed)), list[str](), ""
     for name, value in where.items():
-        is_keyword, is_option = spec.source(name) == "flag", 0
-        if is_keyword:
-            option = rf"(?<= )(--{name.replace('_', '[-_]')}[ =]){re.escape(str(getattr(spec, name)))}(?!\S)"
-            command, is_option = re.subn(option, rf"\g<1>{value}", command, count=1)
         # WORLD_SIZE is the same for all ranks; ``missing_ranks`` tells by it that this is a script.
-        if not is_keyword or (name == "world_size" and not is_option):
+        if spec.source(name) != "flag" or name == "world_size":
             variables.append(f"{name.upper()}={value}")
-        elif name == "rank" and not is_option:
+            continue
+        option = rf"(?<= )(--{name.replace('_', '[-_]')}[ =]){re.escape(str(getattr(spec, name)))}(?!\S)"
+        command, is_option = re.subn(option, rf"\g<1>{value}", command, count=1)
+        if name == "rank" and not is_option:
             remark = f"\n(with what makes it rank {{rank}} in place of rank {spec.rank})"
     return " ".join([*variables, command]) + remark
 

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -234,9 +235,14 @@ class Worker:
         except ProcessLookupError:
             pass
         except PermissionError:  # as of sudo, which is root's
-            if number in (signal.SIGTERM, signal.SIGKILL) and not self._is_another_users:
+            # macOS says so too of a group whose processes have all ended.
+            is_left = not self.ended or sys.platform == "linux"
+            if number in (signal.SIGTERM, signal.SIGKILL) and is_left and not self._is_another_users:
                 self._is_another_users = True
-                self.log(f"cannot end pid {self.pid}, which runs as another user: sudo kill {self.pid}")
+                what, which = f"pid {self.pid}", str(self.pid)
+                if kill is os.killpg:
+                    what, which = f"a process of group {self.pid}", f"-- -{self.pid}"
+                self.log(f"cannot end {what}, which runs as another user: sudo kill {which}")
 
     def stopped_by(self) -> str:
         """Return the name of the signal that has stopped the process; "" while it runs."""

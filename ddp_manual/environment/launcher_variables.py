@@ -281,6 +281,8 @@ def _of_only_rank_of_node(environment: Environment, *, is_told: bool) -> Identit
     if is_told:
         environment = {name: text for name, text in environment.items() if not re.fullmatch(r"\d+:\d+", text)}
     found = _of_node_launcher(environment, *(() if is_told else ("nnodes",)))
+    if not found.keys() & {"nnodes", "nproc"}:
+        return {}
     nproc = found.pop("nproc", Sourced("1", ""))
     if nproc.value in ("0", "1"):
         names = {"nnodes": "world_size", "node_rank": "rank"}

@@ -164,7 +164,11 @@ REMARK = "\n(with what makes it rank {rank} in place of rank 0)"
         ("", "s.py 0", "WORLD_SIZE=2 RANK={rank} MASTER_PORT={master_port} s.py 0"),
         ("rank", "s.py 0", f"WORLD_SIZE=2 MASTER_PORT={{master_port}} s.py 0{REMARK}"),
         ("rank master_port", "s.py --rank 01 --ranks 0", f"WORLD_SIZE=2 s.py --rank 01 --ranks 0{REMARK}"),
-        ("rank world_size master_port", "s.py --rank 0 --world-size=2", "s.py --rank {rank} --world-size=2"),
+        (
+            "rank world_size master_port",
+            "s.py --rank 0 --world-size=2",
+            "WORLD_SIZE=2 s.py --rank {rank} --world-size=2",
+        ),
         (
             "rank master_port",
             "s.py --master_port=9 --rank=0",
