@@ -48,8 +48,9 @@ class Progress:
     """The last loss; rank 0 also writes it to the run's ``metrics.jsonl``, once a second."""
     loss_said: Callable[[], None] | None = None
     """Called when the script has given a loss."""
-    saving: list[object] = field(default_factory=list)
-    """One for each place of the program that is writing files, which it must finish before its process is ended."""
+    saving: list[str] = field(default_factory=list)
+    """For each block that is writing files, which it must finish before its process is ended, the phase before it; one
+    block may be inside another one, or beside that of another thread."""
 
     def __call__(
         self,

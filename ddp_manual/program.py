@@ -35,5 +35,5 @@ class Program:
 
     @property
     def typed(self) -> str:
-        """What to type for it after the options of ``run``, quoted for a shell, with ``...`` for secrets."""
+        """What to type for it after the options of ``run``, quoted for a shell, with ``<hidden>`` for secrets."""
         return as_shell_words(without_secrets(self.words))

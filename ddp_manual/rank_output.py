@@ -45,7 +45,8 @@ class RankOutput:
         self._colour = COLOURS[rank % len(COLOURS)]
         self._is_incomplete = False
         if log.tell():
-            self._write_log(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
+            with suppress(OSError):  # of which the next line tells
+                log.write(f"--- started again at {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
 
     def write(self, text: bytes, sink: TextIO | None = None) -> Future[None]:
         """Write to terminal and log, in turn with all other output; the rank continues even if one of them fails."""
@@ -85,7 +86,8 @@ class RankOutput:
     def _write_log(self, text: bytes) -> str:
         """Write to the log, which goes on after a failure; return a line that says so after the first one, else ""."""
         try:
-            self._log.write(text)
+            while text:  # on a disk that is almost full a part of it is written
+                text = text[self._log.write(text) :]
         except OSError as error:
             if not self._is_incomplete:
                 self._is_incomplete = True

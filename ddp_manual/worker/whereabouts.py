@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
@@ -59,17 +60,18 @@ class Whereabouts(NamedTuple):
 def whereabouts(thread: int) -> Whereabouts:
     """Return where a thread is, by its ``threading.get_ident()``, also while a loop or a collective never ends.
 
-    While it waits for the end of another thread, one that is in a collective counts in its place.
+    While it waits for the end of another thread that is in a collective, that one counts in its place.
     """
-    running = innermost_frames()
-    frames = _frames(running.pop(thread, None))
-    if any((_file(frame), frame.f_code.co_name) in _JOINS for frame in frames[:2]):
-        others = (_whereabouts(_frames(innermost)) for innermost in running.values())
-        return next((where for where in others if where.inside), _whereabouts(frames))
-    return _whereabouts(frames)
+    where, innermost = _whereabouts(_frames(thread)), innermost_frames().get(thread)
+    if innermost is not None and (_file(innermost), innermost.f_code.co_name) in _JOINS:
+        joined = innermost.f_locals.get("self")
+        if isinstance(joined, threading.Thread) and (instead := _whereabouts(_frames(joined.ident or 0))).inside:
+            return instead
+    return where
 
 
-def _frames(innermost: FrameType | None) -> list[FrameType]:
+def _frames(thread: int) -> list[FrameType]:
+    innermost = innermost_frames().get(thread)
     return [frame for frame, _ in traceback.walk_stack(innermost)] if innermost is not None else []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import gc
 import inspect
 import itertools
 import json
@@ -36,23 +37,30 @@ from ddp_manual.training.ddp import gather_messages
 from ddp_manual.wire import decode
 from ddp_manual.wording import as_ranges, in_words
 from ddp_manual.worker.explain_errors import as_ours, is_broken_collective
-from ddp_manual.worker.reporter import Reporter, end_process
+from ddp_manual.worker.reporter import Reporter
 
 # Seconds until an agent has ended its rank because another one has failed.
 SAID_WITHIN = 2.0
 # The backend of a run without a process group.
 NO_GROUP = "none"
-# The exit code of a script that another rank has failed while it was leaving at its end.
-_failed_at_exit: list[int] = []
 
 
-def _end_failed() -> None:
-    """Give a script that has failed at its end an exit code that says so: the interpreter's would be 0."""
-    if _failed_at_exit:
-        end_process(_failed_at_exit[0])
+class _ExitCode:
+    """As a value of ``sys.modules``, which Python clears once all functions of atexit have returned: let go of what the
+    script has, so that its files are written to their end, and exit with a code that Python would not choose."""
 
+    def __init__(self, code: int) -> None:
+        self._code, self._exit, self._script = code, os._exit, vars(sys.modules["__main__"])
+        self._thaw, self._collect = gc.unfreeze, gc.collect
 
-atexit.register(_end_failed)  # early, and so called after what the program registers
+    def __del__(self) -> None:
+        self._script.clear()
+        self._thaw()
+        self._collect()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        self._exit(self._code)
 
 
 @dataclass(kw_only=True)
@@ -173,7 +181,7 @@ class World(Place):
         except DdpManualError as error:
             terminal.print_error(error)
             if raised is None and not hasattr(sys, "ps1"):
-                _failed_at_exit.append(error.exit_code)
+                vars(sys)["modules"]["ddp_manual: the exit code"] = _ExitCode(error.exit_code)
 
     def check_open(self, call: str) -> None:
         """Raise BadOption if this rank has left, so that ``call`` comes too late."""
@@ -208,14 +216,15 @@ class World(Place):
             message: JSON of any length.
 
         Raises:
-            BadOption: there are other ranks, and no process group is open.
+            BadOption: this rank has left; or there are other ranks, and no process group is open.
         """
+        self.check_open("world.gather")
         if not dist.is_initialized():
             if self.world_size > 1:
                 raise BadOption(
                     "world.gather was called without a process group",
-                    why="join was called with open_group=False, and nothing has opened one since",
-                    next="call it after init_process_group, or leave open_group=False out",
+                    why=f"join was called with open_group={self.backend != NO_GROUP}, and no group is open now",
+                    next="call it while one is open, after init_process_group where join opens none",
                 )
             return [json.loads(json.dumps(message))]
         return gather_messages(message, self.device)
@@ -230,7 +239,7 @@ class World(Place):
             timeout: seconds that the others wait.
 
         Raises:
-            DdpManualError: ``action`` raised it, on this rank or on the first rank of the host.
+            Exception: ``action`` raised it on this rank. DdpManualError: what it raised on the first rank of the host.
             DataMissing: the first rank took longer than ``timeout``.
         """
         if self.local_world_size == 1:
@@ -242,7 +251,8 @@ class World(Place):
             try:
                 action()
             except Exception as error:
-                self._store.set(key, json.dumps(as_ours(self.rank, error).as_dict()))
+                failed = json.dumps(as_ours(self.rank, error).as_dict(), ensure_ascii=False)
+                self._store.set(key, failed.encode(errors="replace").decode())  # names of files need not be UTF-8
                 raise
             self._store.set(key, "null")
             return
@@ -259,10 +269,10 @@ class World(Place):
             waiting.about(f"waiting for {leader} to {escaped(job)}")
             time.sleep(0.02)
         waiting.ends()
-        if (failed := decode(self._store.get(key).decode())) is not None:
+        if (found := decode(self._store.get(key).decode())) is not None:
             with suppress(TimeoutError):  # the run ends because that rank has failed, unless its program goes on
                 self._reporter.wait(from_agent.RunEnds, SAID_WITHIN)
-            raise from_dict(failed)
+            raise from_dict(found)
 
     def stop_after_this_step(self) -> bool:
         """Return whether to save a checkpoint now and end the loop; all ranks call this after each step.
@@ -299,14 +309,13 @@ class World(Place):
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Write files in the body: if the run ends, the process is ended only once they are finished, or after 30 s."""
-        progress, phase, body = self.progress, self.progress.phase, object()
+        progress = self.progress
+        progress.saving.append(progress.phase)
         progress.phase = SAVING
-        progress.saving.append(body)  # it may be inside another one, or beside that of another thread
         try:
             yield
         finally:
-            progress.phase = phase
-            progress.saving.remove(body)
+            progress.phase = progress.saving.pop()
 
     @contextmanager
     def take_stops(self) -> Iterator[None]:

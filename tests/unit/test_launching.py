@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -90,6 +91,20 @@ def test_a_progress_bar_is_shown_once_a_second_while_it_grows(
     first, *between, last, saved, done = capsys.readouterr().out.splitlines()
     assert first == "[rank 1] begun" and len(between) <= 1
     assert [last, saved, done] == ["[rank 1] 39%", "[rank 1] saved", "[rank 1] 42% done"]
+
+
+def test_a_log_on_a_disk_that_is_almost_full_has_each_line_whole_or_its_rank_says_that_it_has_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The file is a fake, which takes three bytes at a time and then none."""
+    log = Mock(**{"tell.return_value": 1, "write.side_effect": [OSError, 3, 3, 1, 3, OSError(28, "full"), OSError]})
+    log.name = "log-rank0.txt"
+    with ThreadPoolExecutor(1) as writer:
+        output = RankOutput(log, 0, writer)
+        for line in (b"first.\n", b"second\n", b"third\n"):
+            output.write(line)
+    said = ["first.", "second", "log-rank0.txt is incomplete from here on: full", "third"]
+    assert capsys.readouterr().err.splitlines() == [f"[rank 0] {line}" for line in said]
 
 
 def test_a_failure_that_is_set_aside_takes_the_first_number_that_is_free(tmp_path: Path) -> None:

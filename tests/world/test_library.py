@@ -83,7 +83,11 @@ def test_what_ends_a_script_without_a_block_is_told_to_the_other_ranks(start_joi
 
 
 ENDS = """
-import sys, time, ddp_manual
+import atexit, sys, time
+atexit.register(print, "hook")
+import ddp_manual
+file = open(sys.argv[1], "w")
+file.write("written")
 world = ddp_manual.join(device="cpu")
 if world.rank == 1:
     time.sleep(0.5)  # the other rank is leaving at its end by now
@@ -91,8 +95,12 @@ if world.rank == 1:
 """
 
 
-def test_a_script_that_another_rank_fails_at_its_end_has_an_exit_code_that_says_so(start_joined: Start) -> None:
-    assert [rank.wait(30) for rank in start_joined(ENDS)] == [14, 1]
+def test_a_script_that_another_rank_fails_at_its_end_has_an_exit_code_that_says_so(
+    start_joined: Start, tmp_path: Path
+) -> None:
+    ranks = start_joined(ENDS, tmp_path / "file")
+    assert [rank.wait(30) for rank in ranks] == [14, 1] and ranks[0].out == "hook\n"
+    assert (tmp_path / "file").read_text() == "written"
 
 
 OPENS = """
@@ -315,7 +323,7 @@ ONCE = """
         file.write_text(file.read_text() + "done" if file.exists() else "done")
 
     def fail():
-        raise FileNotFoundError("no such mirror")
+        raise FileNotFoundError("no such mirror: \\udcff")
 
     def missing():
         raise ddp_manual.errors.DataMissing("there is no file", why="", next="make one")
