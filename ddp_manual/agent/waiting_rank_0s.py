@@ -1,4 +1,5 @@
-"""The rank 0s of this user that wait for ranks on this host: a rank that looks for rank 0 elsewhere is told of them.
+"""The rank 0s of this user that wait for ranks on this host: a rank that looks for rank 0 elsewhere is told of them,
+and ``runs`` takes their runs for running.
 
 Each has a file, named by its pid, in a folder that only this user may write to.
 """
@@ -63,8 +64,13 @@ def hint(spec: WorldSpec, *, of_any_size: bool = False) -> str:
             there = {"master_addr": one.address, "master_port": one.port}
             flags = as_flags({name: value for name, value in there.items() if value != getattr(spec, name)})
             where = at(printable(one.address), one.port)
-            return f"a rank 0 of yours waits on this host at {where}; add {flags} to reach it"
+            return f"a rank 0 of yours waits on this host at {where}: {flags} reaches it"
     return ""
+
+
+def waiting_runs() -> set[str]:
+    """Return the ids of the runs whose rank 0 waits on this host."""
+    return {one.run_id for one in _announced()}
 
 
 def _announced() -> Iterator[OwnRank0]:

@@ -154,6 +154,7 @@ class RollCall:
         """Have all ranks that are not left out go on together."""
         assert isinstance(self.state, Gathering)
         self.state = Working(self.state.missing_for(now))
+        self.refused.clear()
         for rank in self.ranks(Seat.READY):
             self._become(rank, Seat.WORKING)
             self.members[rank].has_worked = True

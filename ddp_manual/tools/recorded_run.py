@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
+from ddp_manual.agent.waiting_rank_0s import waiting_runs
 from ddp_manual.errors import BadOption
 from ddp_manual.option_fields import option_fields
 from ddp_manual.ranks_and_runs import named_from_outside
@@ -25,6 +26,7 @@ Number = Annotated[float, msgspec.Meta(ge=-(2**53), le=2**53)]
 class Numbers(msgspec.Struct):
     """What ``summary.json``, and ``config.json`` below ``run``, say, as far as it is needed."""
 
+    run_id: str | None = None
     world_size: int | None = None
     device: str | None = None
     batch_size_per_rank: int | None = None
@@ -161,7 +163,8 @@ def read_end(paths: RunPaths) -> End:
     """Return how the run stands, as its files say. An OSError names the file that is damaged or cannot be read."""
     if paths.summary.exists():
         return End("finished", paths.summary.stat().st_mtime, None)
-    if paths.holder is not None:
+    waits = _read(paths.config, Config).run.run_id in waiting_runs()  # a lost rank's seat is kept, and nobody trains
+    if waits or paths.holder is not None:
         return End("running", None, None)
     # A run that is started again writes its options anew: the failures of before no longer count.
     began = paths.config.stat().st_mtime if paths.config.exists() else 0.0

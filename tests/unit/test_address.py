@@ -26,6 +26,7 @@ from ddp_manual.agent.wait_for_rank_0 import Probe
 from ddp_manual.agent.wait_for_rank_0 import probe as probe_at
 from ddp_manual.agent.waiting_rank_0s import OwnRank0, hint, withdraw
 from ddp_manual.agent.what_to_run import Task
+from ddp_manual.atomic_files import append_json_line
 from ddp_manual.deadline import Waiting
 from ddp_manual.environment import machine
 from ddp_manual.errors import (
@@ -35,6 +36,8 @@ from ddp_manual.join_steps import Steps
 from ddp_manual.messages import Greeting
 from ddp_manual.protocol.search_for_rank_0 import Answer, Search, Seen
 from ddp_manual.rank_options import WorldSpec
+from ddp_manual.run_folder import RunPaths
+from ddp_manual.tools.recorded_run import read_end
 from ddp_manual.wire import encode
 
 GREETING = Greeting(1, "00", "a", 1, token=False)
@@ -284,14 +287,19 @@ def test_a_rank_that_looks_elsewhere_is_told_of_a_rank_0_of_its_user_that_waits_
     assert hint(spec) == "", "that is this process, at an address that it knows by its name"
     waits.announce()
     replace(waits, pid=2**22 + 1).announce()  # which has died
-    told = "a rank 0 of yours waits on this host at 127.0.0.1:29601; add --master_port 29601 to reach it"
+    told = "a rank 0 of yours waits on this host at 127.0.0.1:29601: --master_port 29601 reaches it"
     assert hint(spec) == told
     assert hint(replace(spec, master_port=29601)) == hint(replace(spec, world_size=3)) == ""
     search = Search(spec, "rank 1", "h", "train --rank 0", hint=partial(hint, spec))
     _, finding = search.judge([Seen("127.0.0.1", Answer.REFUSED)], 1.0, search.hint())
     assert finding.line.endswith(f"is rank 0 started? ({told})") and finding.error.next.startswith(told)
+    paths = RunPaths(tmp_path / "run")
+    paths.run_dir.mkdir()
+    append_json_line(paths.config, {"run": {"run_id": "0af3"}})
+    assert read_end(paths).state == "running", "the seat of a lost rank is kept"
     for pid in (os.getpid(), waits.pid):
         withdraw(pid)
+    assert read_end(paths).state == "unfinished"
     assert hint(spec) == ""
     assert not any(folder.iterdir())
     folder.rename(folder.with_name("elsewhere"))

@@ -208,6 +208,8 @@ def test_of_many_processes_that_are_refused_only_the_first_are_named_each_minute
     assert calling.refused[-1].endswith("more that are refused within 60 s are not named")
     calling.admit(info(1, "b", pid=7777, world_size=7), 100.0, 0.0, 0.0)
     assert "pid 7777) was refused" in calling.refused[-1]
+    calling.complete(101.0)
+    assert not calling.refused, "once all ranks have gone on"
 
 
 class Rank0:
