@@ -12,6 +12,9 @@ from typing import Any
 
 from ddp_manual.errors import writing
 
+# What a file system says that cannot sync a folder, or has nothing to sync.
+NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a temporary file and rename it: after a crash, the old or the new content is there, complete.
@@ -42,6 +45,9 @@ def replace_files(contents: Mapping[Path, bytes | Iterable[bytes]]) -> None:
             folder = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
+            except OSError as error:
+                if error.errno not in NO_FSYNC:
+                    raise
             finally:
                 os.close(folder)
     finally:

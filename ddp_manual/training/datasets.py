@@ -50,7 +50,10 @@ DOWNLOADED: dict[str, tuple[str, str, tuple[float, ...], tuple[float, ...], tupl
 # The first four bytes of an IDX file of unsigned bytes are this, plus the number of its dimensions.
 IDX_OF_BYTES = 0x0800
 DOWNLOAD_AGAIN = "delete it and start again with a network, to download it anew"
-IMAGE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+IMAGE_ENDINGS = (
+    *(".apng", ".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg"),
+    *(".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp"),
+)
 DRAWN_COUNTS = {"train": 60_000, "test": 10_000}
 DRAWN_SEEDS = {"train": 1, "test": 2}
 

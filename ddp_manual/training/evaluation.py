@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ddp_manual.training import ddp
 from ddp_manual.training.data import Split
+from ddp_manual.training.models import evaluating
 
 # Images in one batch. Of images above 32x32 a batch takes fewer, so that it has no more pixels than 1,000 of 32x32.
 MOST_IMAGES = 1000
@@ -95,8 +96,6 @@ def evaluate(
     Returns:
         The evaluation, on every rank, and the predictions if asked to ``predict``, on rank 0; otherwise None.
     """
-    was_training = model.training
-    model.eval()
     # Loss summed over samples, correct samples, samples.
     totals = torch.zeros(3, dtype=torch.float64, device=split.device)
     size = len(split) if predict else 0, len(split.classes)
@@ -105,17 +104,17 @@ def evaluate(
     _, height, width = split.shape
     batch = max(1, min(MOST_IMAGES, MOST_PIXELS // (height * width)))
     # The split() of an empty tensor is one empty batch, which some networks refuse.
-    for samples in share.split(batch) if len(share) else ():
-        images, labels, numbers = split.batch(samples)
-        # A sum of half-precision numbers would lose digits.
-        scores = model(normalise(images)).float()
-        if predict:
-            probabilities[numbers] = scores.softmax(dim=1)
-        totals[0] += F.cross_entropy(scores, labels, reduction="sum")
-        totals[1] += (scores.argmax(dim=1) == labels).sum()
-        totals[2] += len(samples)
+    with evaluating(model):
+        for samples in share.split(batch) if len(share) else ():
+            images, labels, numbers = split.batch(samples)
+            # A sum of half-precision numbers would lose digits.
+            scores = model(normalise(images)).float()
+            if predict:
+                probabilities[numbers] = scores.softmax(dim=1)
+            totals[0] += F.cross_entropy(scores, labels, reduction="sum")
+            totals[1] += (scores.argmax(dim=1) == labels).sum()
+            totals[2] += len(samples)
     ddp.all_reduce(totals)
-    model.train(was_training)
     loss, correct, count = ddp.to_host(totals).tolist()
     evaluation = Evaluation(loss=loss / count, accuracy=correct / count, samples=round(count))
     if not predict:

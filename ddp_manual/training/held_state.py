@@ -45,7 +45,7 @@ def describe(value: Any, tensors: list[Tensor], *path: Any) -> Any:
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_meta:
             raise _cannot_hold(value, path, "a tensor must be dense, and whole on each rank")
         tensors.append(value.detach())
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), _strides(value)]}
     if value is None or isinstance(value, PLAIN):
         return value
     if isinstance(value, Mapping):
@@ -57,6 +57,12 @@ def describe(value: Any, tensors: list[Tensor], *path: Any) -> Any:
         items = [describe(one, tensors, *path, place) for place, one in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     raise _cannot_hold(value, path, "tensors, numbers, texts, lists, tuples and dictionaries can")
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Return the strides of a tensor, which its optimizer's state has too: a fused step needs both alike. Of one with
+    gaps, such as a part of another one, return those of a copy."""
+    return list((tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")).stride())
 
 
 def _cannot_hold(value: Any, path: Sequence[Any], why: str) -> BadOption:
@@ -81,7 +87,7 @@ class Holder:
         self.every = every or 1
         self._has_memory = True
         self._place = place
-        self._views: dict[int, tuple[int, list[Tensor]]] = {}
+        self._views: dict[int, tuple[int, list[Any], list[Tensor]]] = {}
 
     def is_due(self, step: int, count: int | None = None) -> bool:
         """Return whether to hold the state after this step; if not, note that the step is done.
@@ -136,13 +142,14 @@ class Holder:
 
     def _views_of(self, slot: Slot, tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
         """Return tensors in the memory of a slot; they are made anew only if the slot or the state's form changes."""
-        begin, views = self._views.get(slot.index, (0, []))
-        form = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        if begin == slot.begin and form == [(view.shape, view.dtype) for view in views]:
+        begin, before, views = self._views.get(slot.index, (0, [], []))
+        form = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors]
+        if begin == slot.begin and form == before:
             return views
         memory = torch.frombuffer(self._memory.mapped, dtype=torch.uint8)[slot.begin :]
-        views = [_view(memory[place:], dtype, shape) for place, (shape, dtype) in zip(places, form, strict=False)]
-        self._views[slot.index] = slot.begin, views
+        parts = zip(places, tensors, strict=False)
+        views = [_view(memory[place:], one.dtype, one.shape, _strides(one)) for place, one in parts]
+        self._views[slot.index] = slot.begin, form, views
         return views
 
 
@@ -154,9 +161,10 @@ def _places(tensors: Sequence[Tensor]) -> list[int]:
     return places
 
 
-def _view(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    count = math.prod(shape)
-    return memory[: count * dtype.itemsize].view(dtype).view(tuple(shape)) if count else torch.empty(shape, dtype=dtype)
+def _view(memory: Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    if not (count := math.prod(shape)):
+        return torch.empty(shape, dtype=dtype)
+    return memory[: count * dtype.itemsize].view(dtype).as_strided(tuple(shape), tuple(strides))
 
 
 def read(memory: HeldMemory) -> Tensor:
@@ -201,11 +209,11 @@ def _build(described: Any, tensors: Tensor) -> Any:
             return found
         [(kind, inner)] = found.items()
         if kind == "tensor":
-            name, shape = inner
+            name, shape, strides = inner
             dtype = getattr(torch, name)
             assert isinstance(dtype, torch.dtype), name
             size = math.prod(shape) * dtype.itemsize
-            one = _view(tensors[place : place + size].clone(), dtype, shape)  # a clone is aligned
+            one = _view(tensors[place : place + size].clone(), dtype, shape, strides)  # a clone is aligned
             place += -(-size // ALIGNMENT) * ALIGNMENT
             return one
         if kind == "dict":

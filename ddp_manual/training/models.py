@@ -177,6 +177,18 @@ def build(
     return model.to(device)
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Have a network evaluate in the body; afterwards each of its layers trains, or does not, as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    yield
+    model.train(modes[0][1])
+    for module, trains in modes:
+        if module.training != trains:
+            module.train(trains)
+
+
 def _build_own(name: str, shape: Shape, classes: int) -> nn.Module:
     """Build what the user's factory returns, on the CPU and for training. Lazy layers have their shapes afterwards.
 
@@ -196,12 +208,12 @@ def _build_own(name: str, shape: Shape, classes: int) -> nn.Module:
     model = model.cpu()
     if not isinstance(model, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
         model.register_forward_pre_hook(_in_rows)
-    model.eval()  # so that the trial changes neither batch statistics nor random numbers
-    with torch.no_grad():
+    if not model.training:  # as a whole: of a network in training, the layers that are not are meant so
+        model.train()
+    with torch.no_grad(), evaluating(model):  # so that the trial changes neither batch statistics nor random numbers
         images = _two_images(shape)
         _scores(name, model, images, classes)
         _scores(name, model, images[:1], classes)  # the last batch of an evaluation may be one image
-    model.train()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise factory_error("model", name, "has no parameter to train", "at least one parameter with requires_grad")
     # What ``get_extra_state`` returns goes into the state dict, and need not be a tensor.

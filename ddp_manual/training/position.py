@@ -140,11 +140,10 @@ class EpochPlan:
         return every > 0 and position.step % every == 0
 
     def saves_epoch(self, position: Position) -> bool:
-        """Tell whether a checkpoint is due at ``position``, the end of an epoch."""
-        if self.saves(position):
-            return True
-        every = self.config.checkpoint_every
-        return every > 0 and (position.epoch % every == 0 or self.ended(position))
+        """Tell whether a checkpoint is due at ``position``, the end of an epoch: at the last one if any is wanted."""
+        every, steps = self.config.checkpoint_every, self.config.checkpoint_steps
+        is_last = self.ended(position) and (every > 0 or steps > 0)
+        return is_last or self.saves(position) or (every > 0 and position.epoch % every == 0)
 
 
 def steps_until_sync(seconds_per_step: float) -> int:

@@ -21,7 +21,8 @@ OWN_FACTORY_DIFFERS = (
 )
 FILES_DIFFER = (
     "give all ranks of a host the same --data_dir, and start them in the same folder\n"
-    "copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again"
+    "copy rank 0's --data_dir to the other hosts, or delete theirs and let them download it again\n"
+    "if the images of a folder are the same files, install one version of Pillow: its decoders may differ"
 )
 
 

@@ -151,6 +151,18 @@ def test_an_unreadable_checkpoint_does_not_count_as_damaged_and_is_set_aside_ins
     assert [found.step for found in checkpoint_files.find(tmp_path)] == [10]
 
 
+def test_files_are_written_where_a_file_system_cannot_sync_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_files(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    checkpoint_files.write(tmp_path, 10, b"ten", {})
+    assert [found.step for found in checkpoint_files.find(tmp_path)] == [10]
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_disk_that_is_full_before_both_files_have_their_names_leaves_no_half_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str

@@ -70,6 +70,16 @@ def test_a_users_network_may_call_view_after_a_convolution_or_be_lazy(build: Bui
         assert set(built.state_dict()) == set(network.state_dict())
 
 
+def test_a_layer_that_a_factory_has_put_into_eval_mode_stays_there(build: Build) -> None:
+    frozen = nn.BatchNorm1d(6).eval()
+    network = build(Linear(frozen))
+    assert network.training and not frozen.training
+    with models.evaluating(network):
+        assert not network.training
+    assert network.training and not frozen.training
+    assert build(Linear(frozen).eval()).training and frozen.training, "a network that is not in training at all"
+
+
 def test_a_network_that_cannot_be_trained_on_one_sample_is_found_before_training(build: Build) -> None:
     network = build(Linear(nn.BatchNorm1d(6), nn.Dropout()))
     state = {name: value.clone() for name, value in network.state_dict().items()}

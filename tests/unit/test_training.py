@@ -106,6 +106,8 @@ def test_a_checkpoint_is_due_every_so_many_steps_and_epochs_and_at_the_end() -> 
     plan = EpochPlan(TrainConfig(epochs=5, checkpoint_every=2, checkpoint_steps=3), 20, 1, 10)
     assert [step for step in range(1, 10) if plan.saves(Position(step=step))] == [3, 6, 9]
     assert [n for n in range(1, 6) if plan.saves_epoch(Position(epoch=n, step=2 * n))] == [2, 3, 4, 5]
+    by_steps = EpochPlan(TrainConfig(epochs=5, checkpoint_every=0, checkpoint_steps=7), 20, 1, 10)
+    assert [n for n in range(1, 6) if by_steps.saves_epoch(Position(epoch=n, step=2 * n))] == [5]
     never = EpochPlan(TrainConfig(epochs=5, checkpoint_every=0, checkpoint_steps=0), 20, 1, 10)
     assert not any(never.saves_epoch(Position(epoch=n, step=2 * n)) or never.saves(Position(step=n)) for n in range(6))
 

@@ -98,6 +98,11 @@ def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() 
     state: dict[Any, Any] = {"a": torch.arange(5.0), "scalar": torch.tensor(7)}
     state[3] = (1, 2.5, None, True, "x", [math.inf])
     state["model"] = torch.nn.Linear(2, 1).state_dict()
+    state["order"] = [
+        torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.rand(4, 5).T,
+        torch.rand(9)[::2],
+    ]
     assert memory.newest() is None
     for step in (1, 2, 3):
         state["a"][0] = step
@@ -107,6 +112,8 @@ def test_the_newest_whole_state_counts_and_one_that_is_being_written_does_not() 
     assert newest is not None and newest.moment == Moment(0, 3)
     found = rebuild(read(memory))
     assert found["a"].tolist() == [3, 1, 2, 3, 4] and found[3] == state[3] and found["scalar"] == 7
+    for one, was in zip(found["order"], state["order"], strict=True):
+        assert torch.equal(one, was) and one.stride() == torch.empty_like(was).stride(), "as a fused optimizer needs it"
     assert vars(found["model"]) == vars(state["model"])  # the versions of its modules
     holder.hold(4, state | {"b": torch.zeros(100_000)})  # a state that grows, as with an optimizer's first step
     assert len(rebuild(read(memory))["b"]) == 100_000
