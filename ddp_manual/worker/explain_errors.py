@@ -37,9 +37,9 @@ _TORCH_CANNOT_WRITE = re.compile(r"inline_container\.cc.*(unexpected pos|file wr
 
 _NO_GPU = "ProcessGroupNCCL .*no GPUs found|nccl2 requires at least one CUDA device"
 # Messages of NCCL, and those of gloo that another rank may have caused; gloo's others are about mistakes in the call.
+_OF_TORCH = r"(?i)Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting|NCCL Last Error"
 # A download or a database of the program's may say the same words, but neither with these names nor from torch's code.
 _NAMES = re.compile(r"gloo|NCCL|c10d|ProcessGroup", re.IGNORECASE)
-_OF_TORCH = r"(?i)Connection (closed|reset)|Broken pipe|Socket closed|Timed out waiting|NCCL Last Error"
 # NCCL's last message, behind torch's text: up to torch 2.14 on the line after "Last Error:", since then on that line.
 _LAST_WORDS = re.compile(r"\n(?:NCCL )?Last Error:[ \t]*\n?([^\n]*\S[^\n]*)", re.IGNORECASE)
 

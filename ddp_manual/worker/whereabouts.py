@@ -62,12 +62,12 @@ def whereabouts(thread: int) -> Whereabouts:
 
     While it waits for the end of another thread that is in a collective, that one counts in its place.
     """
-    where, innermost = _whereabouts(_frames(thread)), innermost_frames().get(thread)
-    if innermost is not None and (_file(innermost), innermost.f_code.co_name) in _JOINS:
-        joined = innermost.f_locals.get("self")
+    frames = _frames(thread)
+    if frames and (_file(frames[0]), frames[0].f_code.co_name) in _JOINS:
+        joined = frames[0].f_locals.get("self")
         if isinstance(joined, threading.Thread) and (instead := _whereabouts(_frames(joined.ident or 0))).inside:
             return instead
-    return where
+    return _whereabouts(frames)
 
 
 def _frames(thread: int) -> list[FrameType]:
