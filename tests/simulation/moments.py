@@ -156,7 +156,7 @@ class Moments:
             holder = self.run.programs_by_store(program.group.store)
             if holder is None or holder.alive or holder.phase != LEFT or holder.rank.exit_code != 0 or holder.saves:
                 continue  # a worker that failed or was told to end need not keep it
-            left, limit = holder.rank.ended or 0.0, math.inf if program.rank.is_script else LEAVE_TIMEOUT
+            left, limit = holder.rank.ended or 0.0, math.inf if self.run.plan.script else LEAVE_TIMEOUT
             late = self.run.loop.now - left > SLACK and left - self.done_at[holder] < limit
             if late and program.rank not in self.unheard_since:
                 self.run.break_invariant(13, f"{program.rank.who} works, and rank 0 has left with torch's store")

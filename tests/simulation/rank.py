@@ -39,7 +39,7 @@ class Rank:
     generation: int = -1
     """The last generation in which one of its workers was placed; -1: none was."""
     worked_since: float = math.inf
-    """When the first of its workers was placed."""
+    """When its agent first told a worker its place, whether or not that worker lived to take it."""
     killed: bool = False
     """Whether it has ended without a word, with its host or by a signal that nobody handles."""
     belongs: bool = True
@@ -51,10 +51,6 @@ class Rank:
     """For each signal to its agent: when it came, and the last step that the run had done."""
     insists: bool = False
     """Whether a second signal has come while it still worked."""
-
-    @property
-    def is_script(self) -> bool:
-        return self.run.plan.script
 
     @property
     def has_token(self) -> bool:

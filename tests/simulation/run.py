@@ -128,7 +128,6 @@ class Run:
         for rank in self.ranks if all_are_back else [program.rank]:
             self.moments.comes_back(rank)
         program.rank.generation = program.generation
-        program.rank.worked_since = min(program.rank.worked_since, self.loop.now)
         if program.rank.number in here:
             self.break_invariant(4, f"{program.rank.who} works beside another process of the same seat")
         if len(here) + 1 == group.size:

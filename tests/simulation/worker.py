@@ -141,7 +141,7 @@ class Program:
     @property
     def waits_for_its_agent(self) -> bool:
         """Whether it is on its way out, and waits until its agent lets it go."""
-        return self.rank.is_script and self.alive and self._is_on_its_way_out and not self._may_go
+        return self.run.plan.script and self.alive and self._is_on_its_way_out and not self._may_go
 
     # -- as its kernel sees it ----------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class Program:
             case messages.Close():
                 all_are_done = self.group is not None and len(self.group.done) == self.group.size
                 self.closes_with_all = all_are_done and self.run.moments.all_are_known_to_be_done
-                if not self.rank.is_script:
+                if not self.run.plan.script:
                     self.later(self.run.random.uniform(*self.run.plan.closes), self._wait_to_go)
             case from_agent.Over():
                 self._may_go = True
@@ -252,7 +252,7 @@ class Program:
         group.members[self.place["rank"]] = self
         group.opened_by.add(self.rank)
         self.send(from_worker.ProgramBegins())
-        if not self.rank.is_script:
+        if not self.run.plan.script:
             self.send(from_worker.Joins())
         self.phase = AT_WORK
         holder = self.run.programs_by_store(key)
@@ -265,7 +265,7 @@ class Program:
     def _go_on_from(self, step: int) -> None:
         self.run.check_beginning(self, step)
         self.step = step
-        if not self.rank.is_script:
+        if not self.run.plan.script:
             self._takes_stops = True
             self.send(from_worker.HandlesSignals(from_worker.Handling.WITH_ALL))
         self._say_where()
@@ -311,9 +311,9 @@ class Program:
     def _after_a_step(self) -> None:
         """Stop with all ranks if a signal has asked for it; a program asked for its step waits for the answer."""
         stop = self.stops_after
-        if stop is None and self._is_asked and not self.rank.is_script:
+        if stop is None and self._is_asked and not self.run.plan.script:
             self._waits_for_step = True
-        elif stop is not None and not self.rank.is_script and self._steps_here >= stop.step:
+        elif stop is not None and not self.run.plan.script and self._steps_here >= stop.step:
             self._finish(Stopped(stop.number, f"after step {self.step}", why="rank 0 has saved a checkpoint"))
         else:
             self._work()
@@ -329,18 +329,18 @@ class Program:
         if self.group is not None and not self.saves:
             self.group.done.add(self.place["rank"])
         self.run.note_finished(self)
-        if not self.rank.is_script:
+        if not self.run.plan.script:
             self.send(from_worker.HandlesSignals(from_worker.Handling.DONE))
         self._say_where()
         self.later(0.01, lambda: self.send(messages.Finished()))
-        if self.rank.is_script:
+        if self.run.plan.script:
             self.later(0.011, self._wait_to_go) if self.rank.number == 0 else self.later(0.02, partial(self.die, 0))
 
     def _wait_to_go(self) -> None:
         """Wait on the way out on rank 0 until its agent says that nobody needs torch's store any more."""
         self._is_on_its_way_out = True
         self.send(from_worker.Left())
-        if not self.rank.is_script:
+        if not self.run.plan.script:
             self.send(from_worker.HandlesSignals(from_worker.Handling.BY_ITSELF))
             stopped = self._stopped_with
             self.send(from_worker.Result({}, LastWords.of(stopped) if stopped else None))
@@ -348,7 +348,7 @@ class Program:
             self._end()
 
     def _end(self) -> None:
-        self.later(0.01 if self.rank.is_script else UPLOADS, partial(self.die, 0))
+        self.later(0.01 if self.run.plan.script else UPLOADS, partial(self.die, 0))
 
     def collective_breaks(self) -> None:
         if self.interrupted:
@@ -378,7 +378,7 @@ class Program:
         """Get a signal that asks to stop: a program without a handler ends, another one saves and leaves in order."""
         if not self.alive:
             return
-        if not self.rank.is_script:
+        if not self.run.plan.script:
             self._interrupt_training(number)
         elif number == signal.SIGINT:
             if self.inside:
@@ -438,6 +438,8 @@ class SimulatedWorker(Worker):
 
     def send(self, message: from_agent.FromAgent) -> None:
         program, line = self._program, encode_local(message)
+        if isinstance(message, from_agent.TakePlace):
+            program.rank.worked_since = min(program.rank.worked_since, program.run.loop.now)
         if program.alive:
             program.later(0.0003, lambda: program.take(from_agent.read(line.decode())))
 
