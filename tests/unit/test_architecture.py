@@ -83,7 +83,7 @@ WITHOUT_TORCH = {"protocol", "agent", "launch", "cli", "__init__", "__main__", *
 # Of code, without docstrings, comments and blank lines. Each message, each state and each seam is a type of its own.
 MOST_LINES_OF_AGENT_AND_WORKER = 9069
 # With everything: a test is read as often as what it holds. Whoever adds one pays in the same room, or raises this.
-MOST_LINES_OF_TESTS = 21_652
+MOST_LINES_OF_TESTS = 21_649
 MOST_LINES_OF_PACKAGE = 29_068
 
 
